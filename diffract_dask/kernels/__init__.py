@@ -1,0 +1,129 @@
+"""Built-in kernels, one file per family, and those that other packages contribute.
+
+A kernel is a plain function on arrays, so each can be called as it is:
+
+>>> from diffract_dask.kernels import stable_rank
+>>> float(stable_rank(2.0, 1.0))
+4.0
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from typing import Any
+
+from diffract_dask.errors import KernelError
+from diffract_dask.kernel import Kernel, Registry
+from diffract_dask.kernels.entries import entry_statistics
+from diffract_dask.kernels.norms import (
+    l2_norm,
+    log_norm,
+    log_prod_frob_norm,
+    log_prod_spectral_norm,
+    log_spectral_norm,
+    nuclear_norm,
+    param_norm,
+)
+from diffract_dask.kernels.ranks import effective_rank, hard_rank, stable_rank
+from diffract_dask.kernels.shape import aspect_ratio, greater_dim, lower_dim
+from diffract_dask.kernels.spectral import (
+    esd,
+    esd_max,
+    esd_min,
+    max_weights_sval,
+    min_weights_sval,
+    singular_values,
+    singular_vectors,
+)
+
+__all__ = [
+    "BUILTIN",
+    "ENTRY_POINTS",
+    "aspect_ratio",
+    "default_registry",
+    "effective_rank",
+    "entry_statistics",
+    "esd",
+    "esd_max",
+    "esd_min",
+    "greater_dim",
+    "hard_rank",
+    "installed",
+    "l2_norm",
+    "log_norm",
+    "log_prod_frob_norm",
+    "log_prod_spectral_norm",
+    "log_spectral_norm",
+    "lower_dim",
+    "max_weights_sval",
+    "min_weights_sval",
+    "nuclear_norm",
+    "param_norm",
+    "singular_values",
+    "singular_vectors",
+    "stable_rank",
+]
+
+BUILTIN: tuple[Callable[..., Any], ...] = (
+    greater_dim,
+    lower_dim,
+    aspect_ratio,
+    entry_statistics,
+    singular_values,
+    singular_vectors,
+    max_weights_sval,
+    min_weights_sval,
+    esd,
+    esd_max,
+    esd_min,
+    nuclear_norm,
+    l2_norm,
+    effective_rank,
+    stable_rank,
+    hard_rank,
+    log_norm,
+    log_spectral_norm,
+    log_prod_frob_norm,
+    log_prod_spectral_norm,
+    param_norm,
+)
+"""The package's own kernels, each after those it depends on."""
+
+ENTRY_POINTS = "diffract_dask.kernels"
+"""Entry-point group of other packages' kernels: a decorated function, or an iterable of them."""
+
+
+def installed() -> Iterable[tuple[str, Kernel | Callable[..., Any]]]:
+    """Yield (entry-point name, kernel) of the kernels that installed packages contribute.
+
+    An entry point that cannot be imported is left out with a warning.
+    """
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        try:
+            loaded = point.load()
+        except Exception as error:  # whatever another package does on import must not stop this one
+            warnings.warn(
+                f"kernels of the entry point {point.name!r} ({point.value}) are not available: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            continue
+        for item in (loaded,) if callable(loaded) or isinstance(loaded, Kernel) else loaded:
+            yield point.name, item
+
+
+def default_registry() -> Registry:
+    """Return a registry of the built-in and the installed kernels.
+
+    A contributed kernel that cannot be registered (its name is taken, its inputs do not exist) is left out with
+    a warning.
+    """
+    registry = Registry(BUILTIN)
+    for name, item in installed():
+        try:
+            registry.add(item)
+        except KernelError as error:
+            warnings.warn(f"a kernel of the entry point {name!r} is left out: {error}", stacklevel=2)
+    return registry
