@@ -1,0 +1,476 @@
+"""A plan as Dask graphs: one layer per kernel, one task per kernel and block of slices.
+
+Tasks pass *bundles* between them: every output of one kernel for one block, with statuses. Layers are made by
+hand, because generic blockwise layers are fused and lose the kernels' names in the dashboard.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from dask._task_spec import Task, TaskRef
+from numpy.typing import NDArray
+
+from diffract_dask import config
+from diffract_dask.fields import MISSING, Status
+from diffract_dask.kernel import GIVEN, SHAPE, WEIGHTS, Kernel, Streamed
+from diffract_dask.linalg import blas_threads
+from diffract_dask.plan import Group, Plan
+
+if TYPE_CHECKING:
+    from diffract_dask.store import Slices, Store
+
+__all__ = ["Block", "Bundle", "Call", "blocks", "build"]
+
+
+class Call(NamedTuple):
+    """What a worker needs of a kernel."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    inner: tuple[tuple[int, ...], ...]
+    params: dict[str, Any]
+    batch: bool
+    status: Callable[..., Any] | None
+    blas_threads: int
+
+
+@dataclass
+class Bundle:
+    """Outputs of one kernel on one block of `n` slices.
+
+    Attributes
+    ----------
+    values : dict of str to array
+        ``(n,)`` float64 for scalars, ``(n, …)`` for array fields.
+    status : dict of str to (n,) uint8 array
+    failures : dict of int to str
+        Reason by position in the block.
+    digests : list of str, optional
+        Of linked weights that were read in full.
+    seconds : dict of str to float
+        Time by kernel.
+    """
+
+    n: int
+    values: dict[str, NDArray[Any]] = field(default_factory=dict)
+    status: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
+    failures: dict[tuple[int, str], str] = field(default_factory=dict)
+    digests: list[str] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Block:
+    """Part of a group that one chain of tasks computes; `key` yields its collected bundle."""
+
+    group: Group
+    positions: slice
+    key: tuple[str, int]
+    tasks: dict[Any, Any]
+    seconds: float
+
+    alone: bool
+
+    @property
+    def classes(self) -> NDArray[np.intp]:
+        """Classes of the block's slices."""
+        return self.group.classes[self.positions]
+
+
+def call_of(kernel: Kernel, params: Mapping[str, Any], rows: int, cols: int, blas_threads: int = 1) -> Call:
+    """Return the picklable call of a kernel for slices of one shape."""
+    size = {"sval": min(rows, cols), "row": rows, "col": cols}
+    inner = tuple(tuple(size[dim] for dim in f.dims) for f in kernel.outputs.values())
+    return Call(
+        kernel.name,
+        kernel.function,
+        kernel.inputs,
+        tuple(kernel.outputs),
+        inner,
+        dict(params),
+        kernel.batch,
+        kernel.status,
+        blas_threads,
+    )
+
+
+def blocks(plan: Plan, store: Store, *, token: str, keep: Mapping[str, Sequence[str]]) -> Iterator[Block]:
+    """Yield the blocks of a plan in order, each with its tasks.
+
+    Parameters
+    ----------
+    token : str
+        Makes the graph's names unique.
+    keep : mapping of str to sequence of str
+        Output fields to collect, by kernel name.
+    """
+    number = 0
+    for group in plan.groups:
+        for start in range(0, len(group.classes), group.layout.per_block):
+            positions = slice(start, min(start + group.layout.per_block, len(group.classes)))
+            yield _block(plan, store, group, positions, token, number, keep)
+            number += 1
+
+
+def build(parts: Sequence[Block]) -> tuple[dict[Any, Any], list[tuple[str, int]]]:
+    """Return one graph of several blocks and the keys of their collected bundles."""
+    graph: dict[Any, Any] = {}
+    for block in parts:
+        graph.update(block.tasks)
+    return graph, [block.key for block in parts]
+
+
+def _block(
+    plan: Plan,
+    store: Store,
+    group: Group,
+    positions: slice,
+    token: str,
+    number: int,
+    keep: Mapping[str, Sequence[str]],
+) -> Block:
+    rows_in_model = group.rows_in_model[positions]
+    classes = group.classes[positions]
+    n = len(classes)
+    tasks: dict[Any, Any] = {}
+    steps = [plan.steps[name] for name in group.kernels]
+    reads = any(WEIGHTS in step.kernel.inputs for step in steps)
+    slices = store.slices(group.model_id, rows_in_model) if reads else None
+    if slices is not None and plan.resources.distributed and store.in_memory:
+        slices = slices.inline()
+    where: dict[str, TaskRef] = {}
+    streamed: dict[str, tuple[str, int]] = {}
+    if slices is not None and group.layout.streamed:
+        streamed = _streams(plan, group, slices, token, number, tasks)
+        where[WEIGHTS] = TaskRef(streamed[WEIGHTS])
+    elif slices is not None:
+        key = (f"weights-{token}", number)
+        tasks[key] = Task(key, load, slices)
+        where[WEIGHTS] = TaskRef(key)
+    given = _given(plan, store, group, classes)
+    # Many blocks at once: one BLAS thread each. A block that runs alone: all those of its process.
+    alone = group.layout.streamed or group.layout.at_once == 1
+    threads = max(1, plan.resources.workers // plan.resources.processes) if alone else 1
+    for step in steps:
+        name = step.kernel.name
+        call = call_of(step.kernel, step.params, group.rows, group.cols, threads)
+        key = (f"{name}-{token}", number)
+        if name in streamed:
+            stream = step.kernel.blocks
+            assert stream is not None
+            tasks[key] = Task(key, finish, call, stream, slices, _read_size(), TaskRef(streamed[name]))
+        else:
+            sources, fixed = _sources(plan, call, where, given, group, n)
+            tasks[key] = Task(key, run, call, n, fixed, tuple(sources), *sources.values())
+        for output in step.kernel.outputs:
+            where[output] = TaskRef(key)
+    kept = {step.kernel.name: tuple(keep[step.kernel.name]) for step in steps if keep.get(step.kernel.name)}
+    key = (f"collect-{token}", number)
+    refs = {(f"{name}-{token}", number): TaskRef((f"{name}-{token}", number)) for name in kept}
+    digests = []
+    if group.linked and WEIGHTS in where:
+        digest = (f"digest-{token}", number)
+        if digest not in tasks:
+            tasks[digest] = Task(digest, take_digests, where[WEIGHTS])
+        digests.append(TaskRef(digest))
+    tasks[key] = Task(key, collect, n, tuple(kept.values()), *refs.values(), *digests)
+    return Block(group, positions, key, tasks, group.layout.seconds * n, group.layout.at_once < plan.resources.workers)
+
+
+def _sources(
+    plan: Plan, call: Call, where: Mapping[str, TaskRef], given: Mapping[str, Any], group: Group, n: int
+) -> tuple[dict[str, TaskRef], dict[str, Any]]:
+    """Return the inputs of a call that other tasks make, and those that are known already."""
+    sources: dict[str, TaskRef] = {}
+    fixed: dict[str, Any] = {}
+    for name in call.inputs:
+        if name == SHAPE:
+            fixed[name] = (np.tile(np.array([group.rows, group.cols], np.int64), (n, 1)), np.zeros(n, np.uint8))
+        elif name in where:
+            sources[name] = where[name]
+        else:
+            fixed[name] = given[name]
+    return sources, fixed
+
+
+def _given(plan: Plan, store: Store, group: Group, classes: NDArray[np.intp]) -> dict[str, Any]:
+    """Return the stored input fields of a block: (values, status) of the cells that hold them."""
+    made = {name for kernel in group.kernels for name in plan.steps[kernel].kernel.outputs}
+    wanted = {name for kernel in group.kernels for name in plan.steps[kernel].kernel.inputs} - made - set(GIVEN)
+    result: dict[str, Any] = {}
+    for name in wanted:
+        step = plan.steps[plan.registry.producer(name).name]
+        values, status = stored_values(plan, store, name, step.source[classes])
+        result[name] = (values, status)
+    return result
+
+
+def stored_values(plan: Plan, store: Store, name: str, cells: NDArray[np.intp]) -> tuple[Any, NDArray[np.uint8]]:
+    """Return the stored values ``(n, …)`` and statuses of one field at some cells, all of one shape."""
+    view = plan.view
+    models, names = plan.cells.model[cells], plan.cells.name[cells]
+    status = view.status[name][models, names]
+    if not plan.registry.field(name).dims:
+        return view.values[name][models, names], status
+    rows = view.row[models, names]
+    values: list[Any] = [None] * len(cells)
+    for model in np.unique(models):
+        at = np.flatnonzero(models == model)
+        for i, array in zip(at, store.arrays(view.model_ids[model], name, rows[at]), strict=True):
+            values[i] = array
+    return np.stack(values), status
+
+
+def _streams(
+    plan: Plan, group: Group, slices: Slices, token: str, number: int, tasks: dict[Any, Any]
+) -> dict[str, tuple[str, int]]:
+    """Add the tasks that read one slice in spans and merge the states; return the key of each state."""
+    streams = {
+        name: plan.steps[name].kernel.blocks for name in group.kernels if WEIGHTS in plan.steps[name].kernel.inputs
+    }
+    wide = group.cols > group.rows
+    edges = slices.span_edges(group.layout.spans)
+    merged: TaskRef | None = None
+    for span, (start, stop) in enumerate(pairwise(edges)):
+        key = (f"read-spans-{token}", number, span)
+        tasks[key] = Task(key, read_span, slices, dict(streams), start, stop, _read_size(), group.linked and not wide)
+        if merged is None:
+            merged = TaskRef(key)
+        else:
+            joined = (f"merge-spans-{token}", number, span)
+            tasks[joined] = Task(joined, merge_spans, dict(streams), merged, TaskRef(key))
+            merged = TaskRef(joined)
+    assert merged is not None
+    result: dict[str, tuple[str, int]] = {}
+    for name in streams:
+        key_of = (f"state-{name}-{token}", number)
+        tasks[key_of] = Task(key_of, take_state, name, merged)
+        result[name] = key_of
+    digest = (f"digest-{token}", number)
+    tasks[digest] = Task(digest, streamed_digest, slices, group.linked, wide, merged)
+    result[WEIGHTS] = digest
+    return result
+
+
+def _read_size() -> int:
+    return config.parse_size(config.get("read-size"))
+
+
+# Tasks. Each runs on a worker: arrays and plain data in, a bundle out.
+
+
+def load(slices: Slices) -> Bundle:
+    """Read the weights of a block; digests too where they come from a linked file."""
+    started = time.perf_counter()
+    digests: list[str] | None = None
+    if slices.linked:
+        weights, digests = slices.load_with_digests()
+    else:
+        weights = slices.load()
+    n = len(weights)
+    seconds = {"reading": time.perf_counter() - started}
+    return Bundle(n, {WEIGHTS: weights}, {WEIGHTS: np.zeros(n, np.uint8)}, digests=digests, seconds=seconds)
+
+
+def run(call: Call, n: int, fixed: Mapping[str, Any], names: tuple[str, ...], *bundles: Bundle) -> Bundle:
+    """Run one kernel on a block; where a batch raises, slice by slice, so that one slice fails alone."""
+    started = time.perf_counter()
+    known = dict(fixed)
+    for name, bundle in zip(names, bundles, strict=True):
+        known[name] = (bundle.values[name], bundle.status[name])
+    inputs = [known[name][0] for name in call.inputs]
+    bundle = Bundle(n)
+    with blas_threads(call.blas_threads):
+        if call.batch:
+            try:
+                outputs = _checked(call, n, call.function(*inputs, **call.params))
+            except Exception:
+                outputs = _one_by_one(call, n, inputs, bundle)
+        else:
+            outputs = _one_by_one(call, n, inputs, bundle)
+    bundle.values = dict(zip(call.outputs, outputs, strict=True))
+    _fill_status(call, bundle, [known[name] for name in call.inputs])
+    bundle.seconds[call.name] = time.perf_counter() - started
+    return bundle
+
+
+def _checked(call: Call, n: int | None, result: Any) -> list[NDArray[Any]]:
+    """Return a kernel's outputs as arrays of the declared shapes; ValueError otherwise. `n` None: one slice."""
+    outputs = result if isinstance(result, tuple) else (result,)
+    if isinstance(result, Mapping):
+        if set(result) != set(call.outputs):
+            raise ValueError(f"returned the fields {sorted(result)}, declared are {sorted(call.outputs)}")
+        outputs = tuple(result[name] for name in call.outputs)
+    if len(outputs) != len(call.outputs):
+        raise ValueError(f"returned {len(outputs)} values, declared are {len(call.outputs)}")
+    lead = () if n is None else (n,)
+    arrays = []
+    for name, inner, value in zip(call.outputs, call.inner, outputs, strict=True):
+        array = np.asarray(value, np.float64)
+        if array.shape != lead + inner:
+            raise ValueError(f"returned {name} of shape {array.shape}, expected {lead + inner}")
+        arrays.append(array)
+    return arrays
+
+
+def _one_by_one(call: Call, n: int, inputs: Sequence[Any], bundle: Bundle) -> list[NDArray[Any]]:
+    outputs = [np.full((n, *inner), np.nan) for inner in call.inner]
+    for i in range(n):
+        try:
+            if call.batch:
+                one = call.function(*(x[i : i + 1] for x in inputs), **call.params)
+                made = [x[0] for x in _checked(call, 1, one)]
+            else:
+                made = _checked(call, None, call.function(*(_plain(x[i]) for x in inputs), **call.params))
+        except Exception as error:  # a user's kernel may raise anything; it must not stop the other slices
+            bundle.failures[i, call.name] = f"{type(error).__name__}: {error}"
+            continue
+        for array, value in zip(outputs, made, strict=True):
+            array[i] = value
+    return outputs
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar as a Python one, so that what people write for floats works."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _fill_status(call: Call, bundle: Bundle, inputs: Sequence[tuple[Any, NDArray[np.uint8]]]) -> None:
+    """Say why a value is NaN: the kernel's own word, else the first reason among its inputs, else undefined."""
+    n = bundle.n
+    own = np.zeros(n, np.uint8)
+    if call.status is not None:
+        own = np.asarray(call.status(*bundle.values.values()), np.uint8).reshape(n).copy()
+    inherited = np.zeros(n, np.uint8)
+    for _, status in inputs:
+        explains = ~np.isin(status, (Status.OK, Status.FELL_BACK, Status.INGESTED, MISSING))
+        inherited = np.where((inherited == 0) & explains, status, inherited).astype(np.uint8)
+    failed = np.zeros(n, bool)
+    failed[[i for i, _ in bundle.failures]] = True
+    non_finite: NDArray[np.bool_] | None = None
+    for name, values in bundle.values.items():
+        nan = np.isnan(values.reshape(n, -1)).any(axis=1) if values.size else np.zeros(n, bool)
+        status = own.copy()
+        silent = nan & (status == 0)
+        status[silent] = inherited[silent]
+        silent &= status == 0
+        if silent.any() and WEIGHTS in call.inputs:
+            if non_finite is None:
+                weights = inputs[call.inputs.index(WEIGHTS)][0]
+                non_finite = ~np.isfinite(weights.reshape(n, -1)).all(axis=1)
+            status[silent & non_finite] = Status.NON_FINITE
+            silent &= status == 0
+        status[silent] = Status.UNDEFINED
+        status[failed] = Status.FAILED
+        bundle.status[name] = status
+
+
+def read_span(
+    slices: Slices, streams: Mapping[str, Streamed], start: int, stop: int, read_size: int, digest: bool
+) -> dict[str, Any]:
+    """Read one span once and feed every streaming kernel (and the digest) with it."""
+    started = time.perf_counter()
+    shape = (slices.rows, slices.cols)
+    states = {name: stream.start(shape, slices.dtype) for name, stream in streams.items()}
+    pieces = slices.digest_pieces(start, stop) if digest else None
+    with blas_threads(1):
+        for block in slices.blocks(start, stop, read_size, pieces):
+            for name, stream in streams.items():
+                states[name] = stream.update(states[name], block)
+    hashes = pieces.hashes() if pieces is not None else []
+    return {"states": states, "pieces": hashes, "seconds": time.perf_counter() - started}
+
+
+def take_digests(weights: Bundle) -> Bundle:
+    """Return the digests alone, so that what is collected does not hold the weights."""
+    return Bundle(weights.n, digests=weights.digests, seconds=weights.seconds)
+
+
+def merge_spans(streams: Mapping[str, Streamed], first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Add the states of the next span to those of the spans before it, in place."""
+    states = first["states"]
+    for name, stream in streams.items():
+        states[name] = stream.merge(states[name], second["states"].pop(name))
+    return {
+        "states": states,
+        "pieces": first["pieces"] + second["pieces"],
+        "seconds": first["seconds"] + second["seconds"],
+    }
+
+
+def take_state(name: str, merged: dict[str, Any]) -> Any:
+    """Return one kernel's merged state."""
+    return merged["states"][name]
+
+
+def streamed_digest(slices: Slices, linked: bool, wide: bool, merged: dict[str, Any]) -> Bundle:
+    """Return the digest of a streamed slice; a wide one is read again, in the order of its bytes."""
+    digests = None
+    if linked:
+        digests = [slices.digest()] if wide else [slices.combine(merged["pieces"])]
+    return Bundle(1, digests=digests, seconds={"reading": merged["seconds"]})
+
+
+def finish(call: Call, stream: Streamed, slices: Slices, read_size: int, state: Any) -> Bundle:
+    """Return a streaming kernel's outputs from its merged state."""
+    started = time.perf_counter()
+    bundle = Bundle(1)
+
+    def reread() -> Iterator[NDArray[Any]]:
+        return slices.blocks(0, max(slices.rows, slices.cols), read_size)
+
+    try:
+        with blas_threads(call.blas_threads):
+            outputs = _checked(call, None, stream.finish(state, reread, call.params))
+    except Exception as error:  # as in a batch: one slice must not stop the others
+        bundle.failures[0, call.name] = f"{type(error).__name__}: {error}"
+        outputs = [np.full(inner, np.nan) for inner in call.inner]
+    bundle.values = {name: value[np.newaxis] for name, value in zip(call.outputs, outputs, strict=True)}
+    _fill_status(call._replace(inputs=()), bundle, [])
+    bundle.seconds[call.name] = time.perf_counter() - started
+    return bundle
+
+
+def collect(n: int, kept: tuple[tuple[str, ...], ...], *bundles: Bundle) -> Bundle:
+    """Return what leaves the workers: the fields to keep, statuses, failures, digests, times.
+
+    The bundles beyond those of `kept` bring digests.
+    """
+    result = Bundle(n)
+    for names, bundle in zip(kept, bundles, strict=False):
+        for name in names:
+            result.values[name] = bundle.values[name]
+            result.status[name] = bundle.status[name]
+    for bundle in bundles:
+        result.failures.update(bundle.failures)
+        result.digests = bundle.digests or result.digests
+        for name, seconds in bundle.seconds.items():
+            result.seconds[name] = result.seconds.get(name, 0.0) + seconds
+    return result
+
+
+def batches(parts: Iterator[Block], seconds: float, workers: int) -> Iterator[list[Block]]:
+    """Yield runs of blocks that take about `seconds` on `workers`, whole models where they fit.
+
+    A block that may not run beside others (streamed, or over a worker's share of the budget) is a batch of its own.
+    """
+    batch: list[Block] = []
+    total = 0.0
+    for block in parts:
+        same = bool(batch) and batch[-1].group.model_id == block.group.model_id
+        full = total + block.seconds > seconds * workers * (2 if same else 1)
+        if batch and (block.alone or batch[-1].alone or full):
+            yield batch
+            batch, total = [], 0.0
+        batch.append(block)
+        total += block.seconds
+    if batch:
+        yield batch
