@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from scipy.linalg import cython_blas, cython_lapack
 from threadpoolctl import ThreadpoolController
 
+from diffract_dask.errors import MatrixError
+
 __all__ = ["Array", "add_gram", "add_rows", "blas_threads", "eigenvalues", "svdvals", "work_bytes"]
 
 Array = NDArray[np.float64]
@@ -70,6 +72,21 @@ def _check(info: ctypes.c_int, name: str, size: int) -> None:
         raise np.linalg.LinAlgError(f"LAPACK {name} failed on a {size} × {size} matrix (info = {info.value})")
 
 
+def _check_arrays(matrix: Array, rows: Array | None = None) -> None:
+    """Refuse what LAPACK, which sees bare addresses, would read or write out of bounds."""
+    k = len(matrix)
+    if (
+        matrix.shape != (k, k)
+        or matrix.dtype != np.float64
+        or not (matrix.flags.f_contiguous and matrix.flags.writeable)
+    ):
+        raise MatrixError(
+            f"expected a writable square float64 array in Fortran order, found shape {matrix.shape}, {matrix.dtype}"
+        )
+    if rows is not None and (rows.ndim != 2 or rows.shape[1] != k or rows.dtype != np.float64):
+        raise MatrixError(f"expected rows of {k} float64 values, found shape {rows.shape}, {rows.dtype}")
+
+
 def add_gram(gram: Array, rows: Array) -> None:
     """Add ``rowsᵀ · rows`` to the lower triangle of `gram` in place.
 
@@ -78,11 +95,14 @@ def add_gram(gram: Array, rows: Array) -> None:
     gram : (k, k) array, Fortran order
     rows : (b, k) array, C or Fortran order
     """
+    _check_arrays(gram, rows)
     b, k = rows.shape
     if rows.flags.c_contiguous:
         _routine("dsyrk")(b"L", b"N", k, b, 1.0, rows, k, 1.0, gram, k)
-    else:
+    elif rows.flags.f_contiguous:
         _routine("dsyrk")(b"L", b"T", k, b, 1.0, rows, b, 1.0, gram, k)
+    else:
+        raise MatrixError("expected contiguous rows; copy them first")
 
 
 def add_rows(triangle: Array, rows: Array, *, triangular: bool = False) -> None:
@@ -95,6 +115,9 @@ def add_rows(triangle: Array, rows: Array, *, triangular: bool = False) -> None:
     triangular : bool
         `rows` is itself k × k upper triangular, which saves two thirds of the work.
     """
+    _check_arrays(triangle, rows)
+    if not (rows.flags.f_contiguous and rows.flags.writeable):
+        raise MatrixError("expected writable rows in Fortran order; copy them first")
     b, k = rows.shape
     panel, info = min(PANEL, k), ctypes.c_int()
     factors, work = np.empty(panel * k), np.empty(panel * k)
@@ -115,6 +138,7 @@ def eigenvalues(matrix: Array) -> Array:
     numpy.linalg.LinAlgError
         The iteration did not converge.
     """
+    _check_arrays(matrix)
     k, info = len(matrix), ctypes.c_int()
     diagonal, off, tau, work = np.empty(k), np.empty(k), np.empty(k), np.empty(_work_doubles(k))
     _routine("dsytrd")(b"L", k, matrix, k, diagonal, off, tau, work, len(work), info)
@@ -136,6 +160,7 @@ def svdvals(matrix: Array) -> Array:
     numpy.linalg.LinAlgError
         The iteration did not converge.
     """
+    _check_arrays(matrix)
     k, info = len(matrix), ctypes.c_int()
     values, work, integers, none = np.empty(k), np.empty(_work_doubles(k)), np.empty(8 * k, np.intc), np.empty(1)
     _routine("dgesdd")(b"N", k, k, matrix, k, values, none, 1, none, 1, work, len(work), integers, info)

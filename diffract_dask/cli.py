@@ -534,6 +534,8 @@ def export(path: Path, fields: Sequence[str], scope: Any, export_format: str | N
     """
     session = open_session(scope)
     chosen = list(fields) or _stored_fields(session)
+    if not chosen:
+        raise click.ClickException("no values are stored yet; 'diffract-dask compute FIELD' makes some")
     session.results.export(*chosen, sources=sources, export_format=export_format, path=path)
     click.echo(f"wrote {path}")
 

@@ -112,7 +112,7 @@ def _width(plan: Plan, name: str) -> tuple[int, ...]:
 def _held(plan: Plan, store: Store, name: str, model: int) -> tuple[NDArray[np.intp], Any]:
     """Return what the store holds of a field for one model: positions and values (array fields: how to read them)."""
     step = plan.steps[plan.registry.producer(name).name]
-    cells = np.flatnonzero((plan.cells.model == model) & (step.source[plan.cells.of] >= 0))
+    cells = plan.cells.of_model(model, step.source[plan.cells.of] >= 0)
     at = plan.cells.name[cells]
     source = step.source[plan.cells.of[cells]]
     if not len(cells):
@@ -199,7 +199,7 @@ def _model_arrays(
         layer = f"{step.kernel.name}-{scatter}"
         layers[layer] = {}
         for row, model in enumerate(models):
-            names = cells.name[(cells.model == model) & cells.canonical & (plan.whole_models | plan.scope)]
+            names = cells.name[cells.of_model(int(model), cells.canonical & (plan.whole_models | plan.scope))]
             refs = [
                 TaskRef((where[name], row)) if name in where else TaskRef((scatter, row)) for name in step.kernel.inputs
             ]

@@ -48,6 +48,7 @@ PIECE = 4 << 20
 GROUP = 1 << 20
 """Bytes of float64 of small matrices that are worked on together: they and their Gram matrices stay in cache."""
 
+_MIN_ROWS = 256
 _EPS = float(np.finfo(np.float64).eps)
 _WIDE_SAFE = 300
 
@@ -107,7 +108,8 @@ def choose_route(shape: tuple[int, int], dtype: DTypeLike, rtol: float | None = 
             return "gram"
     elif rtol is not None and rtol >= _EPS**0.5 and not streamed:
         return "gram"
-    if streamed or (8 * rows * cols > PIECE and max(rows, cols) >= 2 * min(rows, cols)):
+    tall = max(rows, cols) >= 2 * min(rows, cols)
+    if streamed or (8 * rows * cols > PIECE and (tall or is_narrow(dtype))):
         return "tsqr"
     return "gesdd"
 
@@ -297,6 +299,11 @@ class _State:
     exponent: int | None
     finite: bool = True
 
+    def own(self) -> None:
+        """Copy the matrix if it may not be written to, as after a way through another process."""
+        if not self.matrix.flags.writeable:
+            self.matrix = self.matrix.copy(order="F")
+
 
 class SpectrumStream:
     """The twin of :func:`singular_values` for a slice read in spans (see :class:`diffract_dask.kernel.Streamed`).
@@ -310,6 +317,7 @@ class SpectrumStream:
 
     def update(self, state: _State, block: NDArray[Any]) -> _State:
         """Return `state`, changed in place, with the rows of `block` in it."""
+        state.own()
         with np.errstate(all="ignore"):
             for piece in _float64_pieces(block):
                 if not state.finite:
@@ -319,6 +327,8 @@ class SpectrumStream:
 
     def merge(self, first: _State, second: _State) -> _State:
         """Return `first`, changed in place, with the rows of `second`, which is used up."""
+        first.own()
+        second.own()
         first.finite &= second.finite
         if not first.finite or second.exponent is None:
             return first
@@ -339,6 +349,7 @@ class SpectrumStream:
 
         `reread` is called only if a route fails or does not reach ``params["rtol"]``.
         """
+        state.own()
         rtol = params.get("rtol")
         k = len(state.matrix)
         with np.errstate(all="ignore"):
@@ -393,9 +404,6 @@ def vectors_workspace(n: int, rows: int, cols: int, itemsize: int) -> int:
     return max(8 * PIECE, 8 * (6 * rows * cols + 6 * min(rows, cols) ** 2)) + blas.work_bytes(min(rows, cols))
 
 
-_MIN_ROWS = 256
-
-
 def _flat(w: ArrayLike) -> tuple[NDArray[Any], tuple[int, ...]]:
     """Return matrices ``(B, N, k)`` with the longer side first, and the leading shape."""
     array = as_matrices(w)
@@ -417,7 +425,7 @@ def _float64_pieces(rows: NDArray[Any]) -> Iterator[Array]:
     for start in range(0, len(rows), step):
         piece = rows[start : start + step].astype(np.float64, copy=False)
         if not (piece.flags.c_contiguous or piece.flags.f_contiguous):
-            piece = np.array(piece, order="F" if abs(piece.strides[0]) < abs(piece.strides[1]) else "C")
+            piece = np.ascontiguousarray(piece)
         yield piece
 
 
@@ -440,8 +448,6 @@ def _add(state: _State, piece: Array) -> None:
         absmax = np.maximum(piece.max(), -piece.min())
         if not np.isfinite(absmax):
             state.finite = False
-            return
-        if absmax == 0:
             return
         _raise_exponent(state, int(scale_exponent(absmax, _WIDE_SAFE)))
         if state.exponent:

@@ -29,7 +29,7 @@ def evaluate_models(plan: Plan, store: Store) -> dict[str, dict[int, Result]]:
     results: dict[str, dict[int, Result]] = {}
     for step in plan.model_steps.values():
         for model in np.flatnonzero(step.run):
-            mine = np.flatnonzero(chosen & (cells.model == model))
+            mine = cells.of_model(int(model), chosen)
             inputs: list[Any] = []
             for name in step.kernel.inputs:
                 if int(model) in results.get(name, {}):

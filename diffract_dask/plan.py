@@ -65,6 +65,12 @@ class Cells:
         """Number of classes."""
         return len(self.weights)
 
+    def of_model(self, position: int, chosen: Mask) -> Index:
+        """Return the cells of one model that are in `chosen`; cells are in the order of models."""
+        start, stop = np.searchsorted(self.model, [position, position + 1])
+        found: Index = start + np.flatnonzero(chosen[start:stop])
+        return found
+
     @classmethod
     def of_view(cls, view: View) -> Cells:
         """Return the cells of `view`."""
@@ -393,7 +399,7 @@ def model_keys(plan: Plan, kernel: Kernel, others: Mapping[str, Keys]) -> Keys:
     result = np.zeros(len(view.model_ids), np.uint64)
     chosen = cells.canonical if plan.whole_models else cells.canonical & plan.scope
     for position in range(len(view.model_ids)):
-        mine = np.flatnonzero(chosen & (cells.model == position))
+        mine = cells.of_model(position, chosen)
         root = plan.roots[kernel.name]
         inputs: list[Keys] = []
         for name in kernel.inputs:

@@ -14,6 +14,7 @@ import threadpoolctl
 
 from diffract_dask import blas
 from diffract_dask.blas import blas_threads
+from diffract_dask.errors import MatrixError
 
 
 def threads_in_use() -> set[int]:
@@ -47,6 +48,28 @@ def test_rows_and_triangles(k: int) -> None:
 def test_failure_is_an_error() -> None:
     with pytest.raises(np.linalg.LinAlgError, match="dgesdd"):
         blas.svdvals(np.full((3, 3), np.nan, order="F"))
+
+
+def test_what_would_be_read_out_of_bounds_is_refused() -> None:
+    square, rows = np.zeros((4, 4), order="F"), np.ones((6, 4), order="F")
+    fixed = square.copy(order="F")
+    fixed.flags.writeable = False
+    for bad in (np.zeros((4, 4)), fixed, np.zeros((4, 3), order="F"), np.zeros((4, 4), np.float32, order="F")):
+        for call in (
+            blas.eigenvalues,
+            blas.svdvals,
+            lambda m: blas.add_gram(m, rows),
+            lambda m: blas.add_rows(m, rows),
+        ):
+            with pytest.raises(MatrixError, match="writable square"):
+                call(bad)
+    for bad in (np.ones((6, 3)), np.ones((6, 4), np.float32), np.ones(4)):
+        with pytest.raises(MatrixError, match="rows of 4"):
+            blas.add_gram(square, bad)
+    with pytest.raises(MatrixError, match="contiguous"):
+        blas.add_gram(square, np.ones((6, 8))[:, ::2])
+    with pytest.raises(MatrixError, match="Fortran"):
+        blas.add_rows(square, np.ones((6, 4)))
 
 
 def gram_of(k: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -148,6 +149,24 @@ def test_subnormal_and_mixed_scales() -> None:
             assert np.abs(values - expected).max() <= error
 
 
+def test_error_covers_the_rounding_of_subnormal_values() -> None:
+    values, error, _ = linalg.singular_values(np.array([[5e-324, 5e-324], [0.0, 5e-324]]))
+    golden = (1 + np.sqrt(5)) / 2
+    assert (np.abs(np.ldexp(values, 1074) - [golden - 1, golden]) <= np.ldexp(error, 1074)).all()
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("exponents", [(301, 305), (305, 301), (-305, -302), (-305, 0)])
+def test_pieces_of_different_scale(exponents: tuple[int, int]) -> None:
+    scale = np.repeat(np.ldexp(1.0, exponents), 30)[:, None]
+    w = gaussian(60, 40) * scale
+    expected = np.ldexp(np.linalg.svd(np.ldexp(w, -max(exponents)), compute_uv=False)[::-1], max(exponents))
+    for result in (linalg.singular_values(w, rtol=1e-6), stream(w, [10, 35], spans=2), linalg.singular_values(w)):
+        assert np.abs(result.values - expected).max() <= result.error <= 1e-12 * expected[-1]
+    if abs(exponents[0] - exponents[1]) < 10:
+        assert linalg.ROUTES[int(linalg.singular_values(w, rtol=1e-6).route)] == "gram"
+
+
 def test_lauchli_is_lost_by_the_gram_matrix_alone() -> None:
     e = 1e-9
     assert linalg.singular_values(lauchli(e)).values == pytest.approx([e, np.sqrt(2 + e * e)], rel=1e-6)
@@ -289,6 +308,9 @@ def test_rtol_is_met_by_another_route() -> None:
         assert np.abs(result.values / exact_values - 1).max() <= 1e-8
         assert linalg.ROUTES[int(result.route)] == route
         assert result.error <= 1e-8 * exact_values[0]
+    nearly = linalg.singular_values(1000 * np.diag([1.0, 1e-6]).astype(np.float32), rtol=1e-2)
+    assert linalg.ROUTES[int(nearly.route)] == "gram"
+    assert 5e-4 * nearly.values[0] < nearly.error < 1e-2 * nearly.values[0]
     good = gaussian(30, 10).astype(np.float32)
     for result in (linalg.singular_values(good, rtol=1e-8), stream(good, [7], rtol=1e-8)):
         assert linalg.ROUTES[int(result.route)] == "gram"
@@ -454,6 +476,21 @@ def test_merging_with_an_empty_span() -> None:
             empty = twin.start(w.shape, w.dtype)
             values, *_ = twin.finish(twin.merge(*[full, empty][::order]), lambda: iter(()), {})
             assert values == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_states_that_came_from_another_process(dtype: str) -> None:
+    w = gaussian(9, 4).astype(dtype)
+    twin = linalg.SpectrumStream()
+
+    def sent(state: Any) -> Any:
+        received = pickle.loads(pickle.dumps(state))
+        received.matrix.flags.writeable = False
+        return received
+
+    state, other = (sent(twin.update(sent(twin.start(w.shape, w.dtype)), part)) for part in (w[:5], w[5:]))
+    values, *_ = twin.finish(sent(twin.merge(state, other)), lambda: iter(()), {})
+    assert values == pytest.approx(linalg.singular_values(w).values, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
