@@ -29,6 +29,7 @@ _BLOCKS_PER_WORKER = 3
 _MIN_BLOCK_SECONDS = 0.02
 _FLOPS = 2e10  # order of magnitude of one core in float64; only the sizes of blocks and batches follow from it
 _BYTES_PER_SECOND = 1e9
+_PIECE_BYTES = 2 * 16 * 2**20  # digests of linked slices: a piece of the file, and the one before it
 _READ_BUFFERS = 3  # the block in use, the one read ahead, and its decoded copy
 
 
@@ -161,10 +162,11 @@ def layout(
     dtype: np.dtype[Any],
     have: Resources,
     *,
+    linked: bool,
     where: str,
     settings: Mapping[str, Any] | None = None,
 ) -> Layout:
-    """Choose how `n` slices of one shape are run by `calls`.
+    """Choose how `n` slices of one shape are run by `calls`; `linked` ones are hashed while they are read.
 
     Raises
     ------
@@ -177,12 +179,14 @@ def layout(
     seconds = _seconds(reading, rows, cols, dtype)
     streamable = bool(reading) and all(kernel.blocks is not None for kernel, _ in reading)
 
+    piece = min(weights, _PIECE_BYTES) if linked else 0
+
     def whole(count: int) -> int:
-        return count * (weights + outputs) + max((_workspace(k, count, rows, cols, dtype) for k, _ in calls), default=0)
+        return piece + count * (weights + outputs) + max((_workspace(k, count, rows, cols, dtype) for k, _ in calls), default=0)
 
     large = weights > config.parse_size(config.get("stream-above", settings))
     if streamable and (large or whole(1) * have.workers > have.budget):
-        return _streamed(reading, rows, cols, dtype, have, outputs, seconds, where, settings)
+        return _streamed(reading, rows, cols, dtype, have, outputs + piece, seconds, where, settings)
     if whole(1) > have.per_process:
         names = ", ".join(kernel.name for kernel, _ in reading if kernel.blocks is None) or calls[0][0].name
         raise OverBudgetError(

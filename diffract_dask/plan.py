@@ -497,6 +497,7 @@ def _groups(plan: Plan, store: Store, settings: Mapping[str, Any] | None) -> lis
                 cols,
                 dtype,
                 plan.resources,
+                linked=bool(linked),
                 where=f"{model_id}: {rows} × {cols} {dtype}",
                 settings=settings,
             )
