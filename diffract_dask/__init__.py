@@ -18,23 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffract_dask.fields import Field, Status
-    from diffract_dask.kernel import Kernel, kernel
-    from diffract_dask.report import report
+    from diffract_dask.kernel import Kernel
     from diffract_dask.session import Session, list_profiles
     from diffract_dask.store import upgrade
 
 __version__ = "0.1.0"
 
-__all__ = ["Field", "Kernel", "Session", "Status", "__version__", "kernel", "list_profiles", "report", "upgrade"]
+__all__ = ["Field", "Kernel", "Session", "Status", "__version__", "list_profiles", "upgrade"]
 
 _HOME = {
     "Field": "fields",
     "Kernel": "kernel",
     "Session": "session",
     "Status": "fields",
-    "kernel": "kernel",
     "list_profiles": "session",
-    "report": "report",
     "upgrade": "store",
 }
 

@@ -1,7 +1,7 @@
 """Settings: read through :mod:`dask.config` under ``diffract_dask``.
 
 Defaults come with the package (``diffract_dask.yaml``); they are overridden by Dask's configuration files, by
-environment variables (``DIFFRACT_DASK__MEMORY_BUDGET=2GiB``), by ``dask.config.set`` and by
+environment variables (``DASK_DIFFRACT_DASK__MEMORY_BUDGET=2GiB``), by ``dask.config.set`` and by
 ``Session(config_path=…)``.
 """
 

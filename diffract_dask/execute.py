@@ -85,7 +85,7 @@ class ApplySummary:
             return sum(counts.get(name, 0) for name in self.fields)
 
         text = (
-            f"{len(self.fields)} fields: {total(self.computed)} values computed, {total(self.copied)} copied, "
+            f"{len(self.fields)} field{'s' * (len(self.fields) != 1)}: {total(self.computed)} values computed, {total(self.copied)} copied, "
             f"{total(self.reused)} reused, {len(self.failed)} failed in {self.seconds:.2f} s"
         )
         return "\n".join([text, *(f"  {failure}" for failure in self.failed[:10])]) + (

@@ -464,15 +464,15 @@ def spec_of(kind: str, shape: tuple[int, ...], turn: int) -> ArraySpec:
     encoding = KEY_ENCODINGS[turn % len(KEY_ENCODINGS)]
     if kind == "cell":
         chunks: tuple[int, ...] = (len(PARTS), MODEL_CHUNK, NAME_CHUNK)
-        return ArraySpec(shape, chunks, "int32", ("part", "model_id", "name"), "lz4", -1, {}, encoding)
+        return ArraySpec(shape, chunks, "int32", ("part", "model_id", "name"), "zstd", -1, {}, encoding)
     if kind in PER_CELL or kind in PARTS or kind == "value":
         of_part = ("", "bool", False) if kind == "analysed" else ("", "int32", -1)
         _, dtype, fill = PER_CELL.get(kind, of_part if kind in PARTS else ("", "float64", np.nan))
-        return ArraySpec(shape, (MODEL_CHUNK, NAME_CHUNK), dtype, ("model_id", "name"), "lz4", fill, {}, encoding)
+        return ArraySpec(shape, (MODEL_CHUNK, NAME_CHUNK), dtype, ("model_id", "name"), "zstd", fill, {}, encoding)
     if kind in PER_MODEL or kind == "model_value":
         _, dtype, fill = PER_MODEL.get(kind, ("", "float64", np.nan))
-        return ArraySpec(shape, (MODEL_CHUNK,), dtype, ("model_id",), "lz4", fill, {}, encoding)
+        return ArraySpec(shape, (MODEL_CHUNK,), dtype, ("model_id",), "zstd", fill, {}, encoding)
     _, dimension, dtype, fill = PLANES[kind]
     names = () if kind.startswith("model_") else ("name",)
     chunks = (1, MODEL_CHUNK, *([NAME_CHUNK] if names else []))
-    return ArraySpec(shape, chunks, dtype, (dimension, "model_id", *names), "lz4", fill, {}, encoding)
+    return ArraySpec(shape, chunks, dtype, (dimension, "model_id", *names), "zstd", fill, {}, encoding)
