@@ -57,7 +57,7 @@ real-weights: .venv/pyvenv.cfg
 	$(BIN)/python benchmarks/fetch_real_weights.py
 
 docs: .venv/.docs
-	$(BIN)/mkdocs build --strict
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs site
 
 clean:
 	rm -rf .venv .bench-envs .mypy_cache .pytest_cache .ruff_cache .hypothesis .asv build dist site
