@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from diffract_dask.errors import (
 from diffract_dask.store.arrays import loads
 from diffract_dask.store.lock import Generation, WriteLock, new_staging, sweep
 from diffract_dask.store.objects import Objects
-from diffract_dask.store.tables import MODELS, Header, read_headers, read_parameters
+from diffract_dask.store.tables import MODELS, Header, read_header, read_headers, read_parameters
 from diffract_dask.store.values import Stage, write_stages
 from diffract_dask.store.viewfile import INDEX, VIEW, ViewFile
 from diffract_dask.view import sort_key
@@ -86,7 +86,8 @@ class Access:
         self._guard = threading.RLock()
         self._entries: dict[str, Entry] | None = None
         self._entries_at: int | None = None
-        self._tables: OrderedDict[tuple[str, int, str], Parameters] = OrderedDict()
+        self._sorted: list[Entry] | None = None
+        self._tables: OrderedDict[tuple[str, str, int, str], Parameters] = OrderedDict()
 
     @contextmanager
     def lock(self, timeout: float | None = None) -> Iterator[None]:
@@ -158,14 +159,17 @@ class Access:
 
     def rewrite(self, header: Header) -> None:
         """Replace a model's header, with a new count of writes."""
-        header = replace(header, commits=(header.commits | 1) + 1)
-        self.objects.set(f"{header.prefix}/zarr.json", header.object())
-        self.note(header)
+        done = header.done()
+        self.objects.overwrite(header.count_key, header.started().count_bytes())
+        self.objects.set(f"{header.prefix}/zarr.json", done.object())
+        self.objects.overwrite(header.count_key, done.count_bytes())
+        self.note(done)
 
     def note(self, header: Header) -> None:
         """Keep what is known of a model that this process has just written."""
         if self._entries is not None:
             self._entries[header.folder] = Entry.of(header)
+            self._sorted = None
 
     def remove(self, folder: str) -> None:
         """Remove a model's folder: for readers in one step."""
@@ -179,6 +183,7 @@ class Access:
         self.objects.delete_dir(prefix)
         if self._entries is not None:
             self._entries.pop(folder, None)
+            self._sorted = None
 
     def table(self) -> dict[str, Entry]:
         """Return what is known of all models, by folder; read anew if something was written since."""
@@ -188,7 +193,7 @@ class Access:
             count = self.generation.read()
             if self._entries is None or self._entries_at != count or count % 2:
                 self._entries = self._read_entries(count)
-                self._entries_at = count
+                self._entries_at, self._sorted = count, None
             return self._entries
 
     def _read_entries(self, count: int) -> dict[str, Entry]:
@@ -208,7 +213,11 @@ class Access:
 
     def sorted(self) -> list[Entry]:
         """Return what is known of all models, by (step, added, natural order)."""
-        return sorted(self.table().values(), key=lambda entry: entry.order)
+        with self._guard:
+            entries = self.table()
+            if self._sorted is None:
+                self._sorted = sorted(entries.values(), key=lambda entry: entry.order)
+            return self._sorted
 
     def find(self, model_id: str) -> Entry | None:
         """Return what is known of a model, None if there is none of this id."""
@@ -233,26 +242,26 @@ class Access:
     def header(self, model_id: str) -> Header:
         """Return a model's header as it is now."""
         entry = self.entry(model_id)
-        data = self.objects.get(f"{entry.prefix}/zarr.json")
-        if data is None:  # erased or replaced by another process since
+        header = read_header(self.objects, entry.folder)
+        if header is None:  # erased or replaced by another process since
             self._entries = None
-            entry = self.entry(model_id)
-            data = self.objects.require(f"{entry.prefix}/zarr.json")
-        return Header.parse(entry.folder, data)
+            header = read_header(self.objects, self.entry(model_id).folder)
+        if header is None:
+            raise ModelNotFoundError(f"the model {model_id!r} was erased a moment ago")
+        return header
 
     def parameters(self, header: Header) -> Parameters:
         """Return the table of a model's parameters; it is shared and must not be changed."""
-        key = (header.folder, header.revision, header.model_id)
         with self._guard:
-            if key in self._tables:
-                self._tables.move_to_end(key)
-                return self._tables[key]
+            if header.state in self._tables:
+                self._tables.move_to_end(header.state)
+                return self._tables[header.state]
         return self.keep_table(header, read_parameters(self.objects, header.prefix, header.model_id))
 
     def keep_table(self, header: Header, parameters: Parameters) -> Parameters:
         """Keep a table in memory for the next call."""
         with self._guard:
-            self._tables[header.folder, header.revision, header.model_id] = parameters
+            self._tables[header.state] = parameters
             if len(self._tables) > _CACHED_TABLES:
                 self._tables.popitem(last=False)
         return parameters

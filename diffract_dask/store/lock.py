@@ -25,7 +25,7 @@ from diffract_dask.errors import ReadOnlyStoreError, StoreLockedError
 from diffract_dask.store.arrays import ArraySpec, dumps, loads
 from diffract_dask.store.objects import PARTIAL, Objects
 
-__all__ = ["GENERATION", "STAGING", "Generation", "WriteLock", "new_staging", "sweep"]
+__all__ = ["GENERATION", "STAGING", "Generation", "WriteLock", "first_count", "new_staging", "sweep"]
 
 GENERATION = "generation"
 STAGING = f"{GENERATION}/.staging"
@@ -38,16 +38,23 @@ _FOREIGN_STAGING_SECONDS = 7 * 86400
 _SPEC = ArraySpec((), (), "uint64", (), attrs={"long_name": "Number of the last write; odd while one goes on"})
 
 
+def first_count() -> int:
+    """Return an even number to count writes from, larger than that of anything that had the same name before."""
+    return time.time_ns() // 1000 * 2
+
+
 class Generation:
     """The count of writes to a store."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
 
-    def create(self) -> None:
-        """Write the array with the count 0."""
+    def create(self) -> int:
+        """Write the array, and return its first count."""
+        count = first_count()
         self._objects.set_many({f"{GENERATION}/zarr.json": dumps(_SPEC.document())})
-        self.write(0)
+        self.write(count)
+        return count
 
     def read(self) -> int:
         """Return the count."""

@@ -13,7 +13,7 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore
 from diffract_dask.errors import IncompatibleStoreError, StoreError
 from diffract_dask.store.arrays import dumps, group_document, loads
 from diffract_dask.store.lock import GENERATION, Generation, WriteLock
-from diffract_dask.store.objects import Objects
+from diffract_dask.store.objects import PARTIAL, Objects
 from diffract_dask.store.tables import MODELS
 from diffract_dask.store.viewfile import INDEX, VIEW, Layout, ViewFile
 from diffract_dask.store.viewwriting import SCHEMA_VERSION, update_view
@@ -51,12 +51,15 @@ def open_objects(location: Location, *, read_only: bool) -> tuple[Objects, str |
         objects = Objects(location)
         return objects, objects.root or (None if isinstance(location, MemoryStore) else str(location))
     text = os.fspath(location)
-    if "://" in text and not text.startswith("file://"):
+    scheme, mark, rest = text.partition("://")
+    if scheme in ("file", "local"):
+        text = rest
+    elif mark:
         try:
             return Objects(FsspecStore.from_url(text, read_only=read_only)), text
         except (ImportError, ValueError) as error:
             raise StoreError(f"the store {text!r} cannot be opened: {error}") from error
-    path = str(Path(text.removeprefix("file://")).expanduser().absolute())
+    path = str(Path(text).expanduser().absolute())
     if os.path.exists(path) and not os.path.isdir(path):
         raise StoreError(f"{path!r} is a file; a store is a directory. To analyse a file, add it to a store")
     return Objects(LocalStore(path, read_only=read_only)), path
@@ -96,7 +99,8 @@ def create(objects: Objects, location: str | None) -> None:
     StoreError
         The folder holds other files.
     """
-    strange = set(objects.list_dir("")) - {GENERATION, MODELS, VIEW, INDEX}
+    ours = {GENERATION, MODELS, VIEW, INDEX, "zarr.json"}  # of a creation that was cut short, or goes on beside this
+    strange = {name for name in objects.list_dir("") if name not in ours and not name.endswith(PARTIAL)}
     if strange:
         first = sorted(strange)[0]
         raise StoreError(f"{location!r} is no store and not empty (it holds {first!r}); choose another place")
@@ -105,9 +109,9 @@ def create(objects: Objects, location: str | None) -> None:
     with WriteLock(objects, location).hold(_TIMEOUT):
         if objects.exists("zarr.json"):
             return
-        Generation(objects).create()
+        count = Generation(objects).create()
         objects.set(f"{MODELS}/zarr.json", dumps(group_document()))
-        update_view(objects, Layout(ViewFile(objects, {})), {}, {"generation": 0}, created_by())
+        update_view(objects, Layout(ViewFile(objects, {})), {}, {"generation": count}, created_by())
 
 
 def upgrade(location: Location) -> int:

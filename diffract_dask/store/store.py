@@ -18,7 +18,7 @@ from diffract_dask.sources import dtypes
 from diffract_dask.store.access import Access
 from diffract_dask.store.adding import Added, carry_over, write_model
 from diffract_dask.store.arrays import ArraySpec, loads
-from diffract_dask.store.lock import new_staging
+from diffract_dask.store.lock import first_count, new_staging
 from diffract_dask.store.objects import Objects
 from diffract_dask.store.opening import Location, check_version, create, open_objects
 from diffract_dask.store.slices import Slices
@@ -28,6 +28,7 @@ from diffract_dask.store.tables import (
     check_id,
     check_step,
     column_updates,
+    count_objects,
     folder_of,
     read_parameters,
 )
@@ -61,7 +62,7 @@ class Store:
         self._objects = objects
         self._access = Access(objects, location, read_only=read_only, lock_timeout=lock_timeout)
         self._viewing = Viewing(self._access)
-        self._stacks: dict[str, Stack] = {}
+        self._stacks: dict[tuple[str, str, str], Stack] = {}
 
     @classmethod
     def open(cls, location: Location = None, mode: str = "a", *, lock_timeout: float = 60.0) -> Store:
@@ -176,7 +177,7 @@ class Store:
             source=checkpoint.source,
             framework=checkpoint.framework,
             link=link,
-            commits=2,
+            commits=first_count(),
         ).with_attrs({**checkpoint.attrs, **(attrs or {})})
         if self.read_only:
             raise ReadOnlyStoreError(f"the store {self.location!r} is open for reading; open it with mode='a'")
@@ -217,10 +218,13 @@ class Store:
         except BaseException:
             self._objects.delete_dir(prefix)
             raise
-        equal = [entry.model_id for entry in access.sorted() if content and entry.content == content]
-        same_as = [model_id for model_id in equal if model_id != header.model_id]
+        equal = [entry for entry in access.table().values() if content and entry.content == content]
+        same_as = [
+            entry.model_id for entry in sorted(equal, key=lambda e: e.order) if entry.model_id != header.model_id
+        ]
         access.begin()
-        self._objects.set(f"{prefix}/zarr.json", header.object(), fresh=not in_place)
+        for key, data in {**count_objects(header), "zarr.json": header.object()}.items():
+            self._objects.set(f"{prefix}/{key}", data, fresh=not in_place)
         if not in_place:
             self._objects.move(prefix, header.prefix)
         if header.replaces:
@@ -337,33 +341,36 @@ class Store:
         StoreError
             They differ in shape or type, some are linked and some not, or one has no data in the store.
         """
-        parameters = self.parameters(model_id)
+        header = self._access.header(model_id)
+        parameters = self._access.parameters(header)
         at = np.asarray(indices, np.intp)
-        kinds = {
-            (int(parameters.rows[i]), int(parameters.cols[i]), str(parameters.dtype[i]), bool(parameters.path[i]))
-            for i in at
-        }
-        if len(kinds) != 1:
+        columns = (parameters.rows, parameters.cols, parameters.dtype, parameters.path != "")
+        if not len(at) or any((column[at] != column[at[0]]).any() for column in columns):
+            kinds = set(zip(*(column[at].tolist() for column in columns), strict=True))
             raise StoreError(f"{model_id}: slices of one shape and type are wanted, not of {sorted(kinds)}")
-        ((rows, cols, dtype, is_linked),) = kinds
-        shapes = tuple(parameters.shape[i] for i in at)
-        digests = tuple(parameters.digest[i] for i in at)
+        rows, cols, dtype = int(parameters.rows[at[0]]), int(parameters.cols[at[0]]), str(parameters.dtype[at[0]])
+        is_linked = bool(parameters.path[at[0]])
+        shapes, digests = tuple(parameters.shape[at]), tuple(parameters.digest[at])
         if is_linked:
             locations = tuple(place for i in at if (place := parameters.location(int(i))) is not None)
             return Slices(rows, cols, dtype, shapes, digests, locations)
-        missing = [parameters.name[i] for i in at if not parameters.stack[i]]
-        if missing:
-            raise StoreError(f"{model_id}: the store has no data of {missing[0]!r} ({parameters.skip_reason[at[0]]})")
-        folder = self._access.entry(model_id).folder
-        names = list(dict.fromkeys(parameters.stack[i] for i in at))
-        stacks = tuple(self._stack(f"{MODELS}/{folder}/weights/{name}/weights") for name in names)
-        which = np.array([names.index(parameters.stack[i]) for i in at], np.intp)
+        homes = parameters.stack[at]
+        if (homes == "").any():
+            lost = at[np.flatnonzero(homes == "")[0]]
+            reason = parameters.skip_reason[lost]
+            raise StoreError(f"{model_id}: the store has no data of {parameters.name[lost]!r} ({reason})")
+        names = list(dict.fromkeys(homes.tolist()))
+        stacks = tuple(self._stack(header, name) for name in names)
+        position = {name: i for i, name in enumerate(names)}
+        which = np.array([position[home] for home in homes], np.intp)
         return Slices(rows, cols, dtype, shapes, digests, (), stacks, which, parameters.index[at], self._objects)
 
-    def _stack(self, prefix: str) -> Stack:
-        if prefix not in self._stacks:
-            self._stacks[prefix] = Stack(prefix, ArraySpec.parse(loads(self._objects.require(f"{prefix}/zarr.json"))))
-        return self._stacks[prefix]
+    def _stack(self, header: Header, name: str) -> Stack:
+        key = (header.folder, header.added, name)
+        if key not in self._stacks:
+            prefix = f"{header.prefix}/weights/{name}/weights"
+            self._stacks[key] = Stack(prefix, ArraySpec.parse(loads(self._objects.require(f"{prefix}/zarr.json"))))
+        return self._stacks[key]
 
     def arrays(self, model_id: str, field: str, indices: Sequence[int] | NDArray[Any]) -> list[NDArray[np.float64]]:
         """Return a stored array field of some parameters; NaN where nothing is stored.

@@ -27,9 +27,12 @@ __all__ = [
     "check_step",
     "column_updates",
     "content_of",
+    "count_objects",
     "folder_of",
     "parameter_objects",
     "read_columns",
+    "read_counts",
+    "read_header",
     "read_headers",
     "read_parameters",
     "text_column",
@@ -38,7 +41,7 @@ __all__ = [
 MODELS = "models"
 
 RESERVED_ATTRS = (
-    "model_id", "source", "framework", "added", "link", "count", "commits", "revision", "content", "replaces"
+    "model_id", "source", "framework", "added", "link", "count", "revision", "content", "replaces"
 )  # fmt: skip
 """Attributes of a model that the store itself keeps; ``step`` and ``parent`` can be set like a user's own."""
 
@@ -48,7 +51,7 @@ RESERVED_ATTRS = (
 
 @dataclass(frozen=True)
 class Header:
-    """The attributes of a model's group.
+    """The attributes of a model's group, and its count of writes.
 
     Parameters
     ----------
@@ -64,7 +67,8 @@ class Header:
     count : int
         Number of parameters.
     commits : int
-        Count of writes to this model; odd while one goes on, or after a writer was killed in one.
+        Count of writes to this model; odd while one goes on, or after a writer was killed in one. It is an array of
+        its own, ``commits``, because that can be overwritten in place.
     revision : int
         Count of changes to the parameters' table.
     content : str
@@ -105,13 +109,36 @@ class Header:
         """Return the group's metadata object."""
         return dumps(group_document(self.attributes()))
 
+    @property
+    def state(self) -> tuple[str, str, int, str]:
+        """What a parameters' table belongs to: it is the same for equal states."""
+        return self.folder, self.added, self.revision, self.model_id
+
+    @property
+    def count_key(self) -> str:
+        """Where the count of writes is."""
+        return f"{self.prefix}/{_COUNT}"
+
+    def count_bytes(self) -> bytes:
+        """Return the object of the count of writes."""
+        return np.uint64(self.commits).tobytes()
+
+    def started(self) -> Header:
+        """Return the header while a write goes on: with an odd count."""
+        return replace(self, commits=self.commits | 1)
+
+    def done(self) -> Header:
+        """Return the header after a write: with the next even count."""
+        return replace(self, commits=(self.commits | 1) + 1)
+
     @classmethod
-    def parse(cls, folder: str, data: bytes) -> Header:
-        """Return the header in a group's metadata object."""
+    def parse(cls, folder: str, data: bytes, count: bytes | None) -> Header:
+        """Return the header in a group's metadata object, which was read after the object of its count."""
         attrs = dict(loads(data)["attributes"])
         own = {name: attrs.pop(name) for name in RESERVED_ATTRS}
-        step = attrs.pop("step", None)
-        return cls(folder=folder, step=step, parents=tuple(attrs.pop("parent", ())), attrs=attrs, **own)
+        step, parents = attrs.pop("step", None), tuple(attrs.pop("parent", ()))
+        commits = int.from_bytes(count or b"", "little")
+        return cls(folder=folder, step=step, parents=parents, commits=commits, attrs=attrs, **own)
 
     def public(self) -> dict[str, Any]:
         """Return what a user sees as the model's attributes."""
@@ -182,6 +209,21 @@ def check_id(model_id: Any) -> str:
     return model_id
 
 
+_COUNT = "commits/c"
+_COUNT_SPEC = ArraySpec((), (), "uint64", (), attrs={"long_name": "Number of the last write; odd while one goes on"})
+
+
+def count_objects(header: Header) -> dict[str, bytes | memoryview]:
+    """Return the objects of the count of writes of a new model."""
+    return {"commits/zarr.json": dumps(_COUNT_SPEC.document()), _COUNT: header.count_bytes()}
+
+
+def read_counts(objects: Objects, folders: Sequence[str]) -> list[int]:
+    """Return the counts of writes of models, -1 for those that are gone."""
+    found = objects.get_many([f"{MODELS}/{folder}/{_COUNT}" for folder in folders])
+    return [int.from_bytes(data, "little") if data else -1 for data in found]
+
+
 _PLAIN = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d|zarr\.json|c)(\..*)?|.*\.|.*\.partial")
 
@@ -190,7 +232,7 @@ def folder_of(model_id: str, taken: Iterable[str] = ()) -> str:
     """Return the folder name of a model: its id if every file system can hold it, else a slug and a hash.
 
     >>> folder_of("run-2"), folder_of("Run 2/ä")
-    ('run-2', 'run-2-54fbd127')
+    ('run-2', 'run-2-823d63ba')
     """
     taken = set(taken)
     if _PLAIN.fullmatch(model_id) and not _RESERVED.fullmatch(model_id) and model_id not in taken:
@@ -208,12 +250,21 @@ def folder_of(model_id: str, taken: Iterable[str] = ()) -> str:
 def read_headers(objects: Objects) -> tuple[dict[str, Header], list[str]]:
     """Return the headers of all published models by folder, and the folders of those that others replace."""
     folders = [name for name in objects.list_dir(MODELS) if name != "zarr.json"]
+    counts = objects.get_many([f"{MODELS}/{folder}/{_COUNT}" for folder in folders])
     found = objects.get_many([f"{MODELS}/{folder}/zarr.json" for folder in folders])
-    headers = {folder: Header.parse(folder, data) for folder, data in zip(folders, found, strict=True) if data}
+    rows = zip(folders, found, counts, strict=True)
+    headers = {folder: Header.parse(folder, data, count) for folder, data, count in rows if data}
     replaced = [header.replaces for header in headers.values() if header.replaces in headers]
     for folder in replaced:
         headers.pop(folder, None)
     return headers, replaced
+
+
+def read_header(objects: Objects, folder: str) -> Header | None:
+    """Return the header of one model, None if it is gone."""
+    count = objects.get(f"{MODELS}/{folder}/{_COUNT}")
+    data = objects.get(f"{MODELS}/{folder}/zarr.json")
+    return Header.parse(folder, data, count) if data is not None else None
 
 
 def read_columns(objects: Objects, prefix: str, n: int, columns: Sequence[str]) -> list[NDArray[Any]]:

@@ -46,7 +46,7 @@ _FAILURES = "scalars/status/failures.json"  # in an array's folder, where reader
 
 RESERVED_FIELDS = frozenset(
     [
-        *("model_id", "name", "field", "kernel", "status", "key", "weights", "catalog"),
+        *("model_id", "name", "field", "kernel", "status", "key", "weights"),
         *("model_field", "model_kernel", "model_status", "model_key"),
         *("step", "parent", "added", "type", "rows", "cols", "layer", "block", "module", "role"),
     ]
@@ -93,6 +93,7 @@ class Stage:
     """Objects that may be written in any order; those of the next stage come after all of them."""
 
     objects: dict[str, bytes | memoryview | None] = field(default_factory=dict)
+    counts: dict[str, bytes] = field(default_factory=dict)
     publish: dict[str, dict[str, bytes | memoryview]] = field(default_factory=dict)
     remove: list[str] = field(default_factory=list)
 
@@ -102,6 +103,7 @@ class Stage:
         whole = cls()
         for stage in stages:
             whole.objects.update(stage.objects)
+            whole.counts.update(stage.counts)
             whole.publish.update(stage.publish)
             whole.remove += stage.remove
         return whole
@@ -110,6 +112,8 @@ class Stage:
 def write_stages(objects: Objects, stages: Sequence[Stage], staging: Callable[[], str]) -> None:
     """Write stages in order."""
     for stage in stages:
+        for key, count in stage.counts.items():
+            objects.overwrite(key, count)
         for prefix, made in stage.publish.items():
             objects.publish(prefix, made, staging())
         if stage.objects:
@@ -424,10 +428,8 @@ def _failure_object(failures: Mapping[tuple[str, str], str]) -> bytes | None:
     return json.dumps(rows, ensure_ascii=False).encode() if rows else None
 
 
-def _marked(header: Header) -> tuple[Header, Stage]:
-    """Return the header with an odd count, and the stage that writes it: a write begins."""
-    started = replace(header, commits=header.commits | 1)
-    return started, Stage({f"{header.prefix}/zarr.json": started.object()})
+def _count_stage(header: Header) -> Stage:
+    return Stage(counts={header.count_key: header.count_bytes()})
 
 
 def commit_stages(
@@ -439,7 +441,7 @@ def commit_stages(
     `n` is the number of parameters; `prefix` another place of the model (staging).
     """
     prefix = prefix or header.prefix
-    started, first = _marked(header)
+    done = header.done()
     scalars = _Scalars(objects, prefix, n)
     before, values, keys = Stage(), Stage(), Stage()
     slots = {kernel: scalars.slot("kernel", kernel) for kernel in {**commit.keys, **commit.model_keys}}
@@ -476,15 +478,15 @@ def commit_stages(
         merged = {**read_failures(objects, prefix), **commit.failures}
         values.objects[f"{prefix}/{_FAILURES}"] = _failure_object(merged)
     if commit.digests is not None:
-        started = _digest_stage(prefix, started, parameters(), *commit.digests, values)
+        done = _digest_stage(prefix, done, parameters(), *commit.digests, values)
+        keys.objects[f"{prefix}/zarr.json"] = done.object()  # after the columns that its revision stands for
     for kernel, (indices, new) in commit.keys.items():
         scalars.grid("key").put((slots[kernel],), np.asarray(indices, np.intp), np.asarray(new, np.uint64))
     if commit.model_keys:
         at = np.array([slots[kernel] for kernel in commit.model_keys])
         scalars.grid("model_key").put((), at, np.array(list(commit.model_keys.values()), np.uint64))
     keys.objects.update(scalars.changed("key", "model_key"))
-    done = replace(started, commits=started.commits + 1)
-    return [first, before, values, keys, Stage({f"{header.prefix}/zarr.json": done.object()})], done
+    return [_count_stage(header.started()), before, values, keys, _count_stage(done)], done
 
 
 def _checked(indices: Any, n: int) -> Index:
@@ -513,7 +515,7 @@ def erase_stages(
     kernels: Iterable[str], indices: Index | None,
 ) -> tuple[list[Stage], Header]:  # fmt: skip
     """Return what removes stored values: keys to 0 first. `indices` None: of all parameters and of the model."""
-    started, first = _marked(header)
+    done = header.done()
     scalars = _Scalars(objects, header.prefix, n)
     whole = indices is None
     at = np.arange(n) if indices is None else _checked(indices, n)
@@ -542,8 +544,7 @@ def erase_stages(
         names = {"", *parameters().name} if whole else set(parameters().name[at])
         kept = {key: reason for key, reason in failures.items() if key[1] not in gone or key[0] not in names}
         after.objects[f"{header.prefix}/{_FAILURES}"] = _failure_object(kept)
-    done = replace(started, commits=started.commits + 1)
-    return [first, before, after, Stage({f"{header.prefix}/zarr.json": done.object()})], done
+    return [_count_stage(header.started()), before, after, _count_stage(done)], done
 
 
 def _erase_arrays(

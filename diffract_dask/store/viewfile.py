@@ -82,6 +82,12 @@ class Record:
     columns: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
 
     @cached_property
+    def places(self) -> dict[int, tuple[NDArray[np.intp], NDArray[np.intp]]]:
+        """Which parameters lie in which column of chunks, and where in it."""
+        chunk = self.columns // NAME_CHUNK
+        return {int(c): (mine := np.flatnonzero(chunk == c), self.columns[mine] % NAME_CHUNK) for c in np.unique(chunk)}
+
+    @cached_property
     def fields(self) -> list[str]:
         """Slice-level scalar fields of which anything is stored."""
         return [name for name in self._present(self.packed.status) if not self.is_array(name)]
@@ -319,6 +325,19 @@ class Layout:
         ids = base.of_models("model_id")
         return [f if f in commits else heirs.get(i, "") for f, i in zip(base.folders, ids, strict=True)]
 
+    @cached_property
+    def same_catalog(self) -> set[str]:
+        """Folders of the records whose names, shapes and contents stand in the view on disk already.
+
+        Not those of linked models, whose digests come to be known without a change of their files.
+        """
+        base = self.base
+        if not base.contents:
+            return set()
+        known = dict(zip(base.folders, zip(base.contents, base.of_models("added"), strict=True), strict=True))
+        headers = [record.header for record in self.records if not record.header.link]
+        return {h.folder for h in headers if h.content and known.get(h.folder) == (h.content, h.added)}
+
     @property
     def n_base(self) -> int:
         """Models that have a place on disk already."""
@@ -329,10 +348,20 @@ class Layout:
         """Where the view lies."""
         return self.base.objects
 
-    def forget(self, fields: Sequence[str]) -> None:
-        """Leave out fields that nothing is stored of."""
+    def forget_gone(self) -> list[str]:
+        """Leave out fields that no model holds any more, and return them; only what a changed model lost is counted."""
+        old = [record for record in self.records if self.row_of[record.header.folder] < self.n_base]
+        fields = [("status", name) for name in (*self.fields, *self.array_fields)]
+        fields += [("model_status", name) for name in self.model_fields]
+        gone = [
+            name
+            for kind, name in fields
+            if (self.compacted or any(_holds_nothing(record, kind, name) for record in old))
+            and not (self.load(kind, name) != MISSING).any()
+        ]
         for names in (self.fields, self.array_fields, self.model_fields):
-            names[:] = [name for name in names if name not in fields]
+            names[:] = [name for name in names if name not in gone]
+        return gone
 
     def _merge(self, base: Sequence[str], kind: str) -> list[str]:
         return list(dict.fromkeys([*base, *(name for record in self.records for name in getattr(record, kind))]))
@@ -439,6 +468,11 @@ class Layout:
             ("model_key", self.model_kernels),
         ):
             yield from ((kind, name) for name in names)
+
+
+def _holds_nothing(record: Record, kind: str, name: str) -> bool:
+    cells = record.cells(kind, name)
+    return cells is None or bool((cells == MISSING).all())
 
 
 MIXED = "mixed"

@@ -17,7 +17,7 @@ from diffract_dask.errors import LinkBrokenError, ReadOnlyStoreError, StoreLocke
 from diffract_dask.sources import linked
 from diffract_dask.store.access import Access, Entry
 from diffract_dask.store.opening import created_by
-from diffract_dask.store.tables import MODELS, Header, column_updates, content_of, read_columns, read_headers
+from diffract_dask.store.tables import column_updates, content_of, read_columns, read_counts, read_header, read_headers
 from diffract_dask.store.values import read_packed
 from diffract_dask.store.viewfile import Layout, Record, ViewFile
 from diffract_dask.store.viewwriting import update_view
@@ -55,6 +55,7 @@ class Viewing:
         else:
             headers, _ = read_headers(self._objects)
             layout = self._layout(base, {folder: header.commits for folder, header in headers.items()}, outdated)
+            layout.forget_gone()
             view = layout.view(layout.attrs(access.field_attrs))
         self._latest = (count, view)
         return view
@@ -80,7 +81,8 @@ class Viewing:
         commits = {folder: entry.commits for folder, entry in access.table().items()}
         layout = self._layout(access.view_file(), commits, None)
         attrs = layout.attrs(access.field_attrs)
-        entries = [access.table()[folder] for folder in layout.folders]
+        table = access.table()
+        entries = [table[folder] for folder in layout.folders]
         state = {
             "generation": access.count + 1,
             "contents": [entry.content for entry in entries],
@@ -101,10 +103,9 @@ class Viewing:
 
     def _record(self, folder: str) -> Record | None:
         """Return what a model contributes to the view, None if it is gone."""
-        data = self._objects.get(f"{MODELS}/{folder}/zarr.json")
-        if data is None:
+        header = read_header(self._objects, folder)
+        if header is None:
             return None
-        header = Header.parse(folder, data)
         packed = read_packed(self._objects, header.prefix, header.count)
         return Record(header, self._access.parameters(header), packed)
 
@@ -112,8 +113,7 @@ class Viewing:
         """Return which models differ from the state in which a view was made at the write count `made_at`."""
         if made_at % 2 == 0 and self._access.generation.read() == made_at:
             return None
-        found = self._objects.get_many([f"{MODELS}/{folder}/zarr.json" for folder in folders])
-        now = [Header.parse("", data).commits if data else -1 for data in found]
+        now = read_counts(self._objects, folders)
         return np.array([a != b or b % 2 == 1 for a, b in zip(commits, now, strict=True)], bool)
 
     # -------------------------------------------------------------------------------------------- linked models

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from diffract_dask.store.viewfile import (
     INDEX_ATTRS,
     MODEL_CHUNK,
     NAME_CHUNK,
+    PER_CELL,
     PLANES,
     VIEW,
     Layout,
@@ -34,6 +36,9 @@ SCHEMA_VERSION = 1
 """Version of the store's layout; kept in the root's attributes."""
 
 Slots = Mapping[str, Sequence[str]]
+
+_CATALOG = frozenset({*PER_CELL, "cell"})
+_WRITERS = 4  # coding and writing chunks leaves the interpreter free for most of the time
 
 _STATUS_ATTRS = {
     "long_name": "Why a value is as it is",
@@ -80,9 +85,7 @@ def update_view(
         Write each array's own metadata even if only the shape is new. Readers of the groups do not need them.
     """
     base = layout.base
-    gone = _gone(layout)
-    layout.forget(gone)
-    anew = anew or layout.compacted or bool(gone) or not base.exists
+    anew = bool(layout.forget_gone()) or anew or layout.compacted or not base.exists
     turn = (base.turn + 1) % len(KEY_ENCODINGS) if anew and base.exists else base.turn
     slots: Slots = {
         f"{VIEW}/status": [*layout.fields, *layout.array_fields],
@@ -94,9 +97,15 @@ def update_view(
         _remove_naming(objects, turn)
     else:  # slots keep their places
         slots = {path: list(dict.fromkeys([*base.slots[path], *names])) for path, names in slots.items()}
-    for kind, name in layout.columns():
-        column = _Column(layout, kind, name, slots, turn)
-        objects.set_many(dict(column.all_chunks() if anew else column.changed_chunks()))
+    columns = [_Column(layout, kind, name, slots, turn) for kind, name in layout.columns()]
+    same = set() if anew else layout.same_catalog  # read before the first chunk is replaced
+
+    def write(column: _Column) -> None:
+        objects.set_many(dict(column.all_chunks() if anew else column.changed_chunks(same)))
+
+    local = objects.root is not None or objects.in_memory  # file systems of object stores gather writes themselves
+    with ThreadPoolExecutor(_WRITERS if local else 1, "diffract-dask-view") as pool:
+        list(pool.map(write, columns))
     _write_labels(objects, layout, slots, turn, 0 if anew else base.n_names)
     own = {"folders": layout.folders, "commits": layout.commits, "slots": slots, "turn": turn}
     own["arrays"] = {name: attrs[name] for name in layout.array_fields}
@@ -105,24 +114,6 @@ def update_view(
     if anew:
         _remove_naming(objects, turn + 1)
         _remove_unused(objects, members)
-
-
-def _gone(layout: Layout) -> list[str]:
-    """Return the fields that no model holds any more; only those that a changed model may have lost are looked at."""
-    fields = [("status", name) for name in (*layout.fields, *layout.array_fields)]
-    fields += [("model_status", name) for name in layout.model_fields]
-    old = [record for record in layout.records if layout.row_of[record.header.folder] < layout.n_base]
-    return [
-        name
-        for kind, name in fields
-        if (layout.compacted or any(_holds_nothing(record, kind, name) for record in old))
-        and not (layout.load(kind, name) != MISSING).any()
-    ]
-
-
-def _holds_nothing(record: Record, kind: str, name: str) -> bool:
-    cells = record.cells(kind, name)
-    return cells is None or bool((cells == MISSING).all())
 
 
 class _Column:
@@ -151,9 +142,10 @@ class _Column:
                 chunk[tuple(slice(0, n) for n in part.shape)] = part
                 yield self._key(index), self.plane.encode(chunk)
 
-    def changed_chunks(self) -> Iterator[tuple[str, bytes | memoryview | None]]:
+    def changed_chunks(self, same: Set[str]) -> Iterator[tuple[str, bytes | memoryview | None]]:
         """Yield the chunks in which a changed model differs; None where nothing is left.
 
+        `same` are the folders of models whose names, shapes and contents did not change.
         What is beyond the models on disk is blank there: a model that is new and holds nothing here costs nothing.
         """
         known = self.layout.base.place(self.kind, self.name) is not None
@@ -161,6 +153,8 @@ class _Column:
         for record in self.layout.records:
             row = self.layout.row_of[record.header.folder]
             fresh = row >= self.layout.n_base or not known
+            if not fresh and self.kind in _CATALOG and record.header.folder in same:
+                continue
             if not fresh or record.cells(self.kind, self.name) is not None:
                 bands.setdefault(row // MODEL_CHUNK, []).append((row % MODEL_CHUNK, fresh, record))
         for band, rows in bands.items():
@@ -202,8 +196,10 @@ class _Column:
             return np.empty(0, np.intp), np.empty(0, self.plane.numpy)
         if column is None:
             return np.zeros(1, np.intp), values
-        mine = record.columns // NAME_CHUNK == column
-        return record.columns[mine] - column * NAME_CHUNK, values[..., mine]
+        if column not in record.places:
+            return np.empty(0, np.intp), np.empty(0, self.plane.numpy)
+        mine, at = record.places[column]
+        return at, values[..., mine]
 
 
 def _same(old: NDArray[Any], new: NDArray[Any]) -> bool:
@@ -285,6 +281,7 @@ def _write_documents(
     `every`: they are valid as they are, and replacing forty files takes as long as all else.
     """
     shape = [members[f"{VIEW}/{label}"]["shape"][0] for label in ("model_id", "name")]
+    every = every or any(d["node_type"] == "array" and path not in base.documents for path, d in members.items())
     behind = every and shape != base.documented
     members[INDEX]["attributes"]["documented"] = shape if every else base.documented
     for path, document in members.items():
