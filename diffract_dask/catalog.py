@@ -186,7 +186,7 @@ SKIP_MEANING: dict[SkipReason, str] = {
     SkipReason.SINGLE_ROW: "fewer than two rows or two columns when read as dimension 0 × the rest",
 }
 
-_NO_DATA = frozenset({SkipReason.NO_DATA, SkipReason.SPARSE, SkipReason.NOT_NUMERIC})
+_NO_DATA = frozenset({SkipReason.NO_DATA, SkipReason.SPARSE, SkipReason.QUANTISED, SkipReason.NOT_NUMERIC})
 
 PARAMETER_TYPES = ("dense", "conv", "embedding", "norm", "bias", "recurrent", "other")
 """Types of parameters; see :func:`classify`."""
@@ -516,9 +516,9 @@ def tie(parameters: Parameters) -> None:
 
 _SCALES = (
     "scale", "scales", "scale_inv", "scale_2", "zero", "zeros", "zero_point", "absmax", "nested_absmax", "quant_map",
-    "nested_quant_map", "quant_state", "global_scale", "scb", "g_idx",
+    "nested_quant_map", "quant_state", "global_scale", "scb", "g_idx", "shift", "scale_weight", "scale_input",
 )  # fmt: skip
-_CODES = ("qweight", "qzeros", "weight_packed", "w_q", "_packed_params")
+_CODES = ("qweight", "qzeros", "weight_packed", "w_q", "packed_params")
 _OPTIMIZER_ROOTS = ("optimizer", "optim", "optimizer_state", "optimizer_state_dict", "opt_state")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
@@ -559,7 +559,7 @@ def _judge(
 
 def _reason(tensor: Tensor, quantised: bool | None) -> str:
     """Return the reason of the rules; `quantised` None leaves out those that a user may overrule."""
-    if tensor.skip and not (quantised is None and tensor.skip == SkipReason.QUANTISED):
+    if tensor.skip and not (quantised is None and tensor.skip == SkipReason.OPTIMIZER):
         return tensor.skip
     by_type, by_shape = _reason_of_type(tensor.dtype), _reason_of_shape(tensor.shape)
     if quantised is not None:
@@ -598,18 +598,20 @@ def _is_moment(name: str) -> bool:
 def _quantised(tensors: Sequence[Tensor]) -> set[str]:
     """Return the names of codes that have scales beside them, and of those scales.
 
-    Codes are integers of eight or more bits, or float8. Their scales are named after them (``weight_scale``,
-    ``weight.absmax``) or lie beside them in their module (``SCB``, ``scales``, ``weight_scale``).
+    Codes are integers of 8 to 32 bits (64 are indices), or float8. Their scales are named after them (``weight_scale``,
+    ``weight.absmax``) or lie beside them in their module (``SCB``, ``scales``, ``weight_scale``); underscores before
+    the last part do not matter (``weight._data`` and ``weight._scale``).
     """
     found: set[str] = set()
+    plain = {tensor.name: _without_underscores(tensor.name.lower()) for tensor in tensors}
     names: dict[str, list[str]] = {}
-    for tensor in tensors:
-        names.setdefault(tensor.name.lower(), []).append(tensor.name)
-        head, mark, _ = tensor.name.lower().partition(".quant_state.")
+    for original, name in plain.items():
+        names.setdefault(name, []).append(original)
+        head, mark, _ = name.partition(".quant_state.")
         if mark:
-            names.setdefault(f"{head}.quant_state", []).append(tensor.name)
+            names.setdefault(f"{head}.quant_state", []).append(original)
     for tensor in tensors:
-        name = tensor.name.lower()
+        name = plain[tensor.name]
         prefix = name[: max(name.rfind("."), name.rfind("/")) + 1]
         leaf = name[len(prefix) :]
         if leaf in _CODES:
@@ -623,7 +625,12 @@ def _quantised(tensors: Sequence[Tensor]) -> set[str]:
     return found
 
 
+def _without_underscores(name: str) -> str:
+    start = max(name.rfind("."), name.rfind("/")) + 1
+    return name[:start] + name[start:].lstrip("_")
+
+
 def _may_be_codes(tensor: Tensor) -> bool:
     eight = tensor.dtype.startswith("float8") or dtypes.is_packed(tensor.dtype)
-    integer = dtypes.is_integer(tensor.dtype) and tensor.dtype != "bool"
+    integer = dtypes.is_integer(tensor.dtype) and tensor.dtype not in ("bool", "int64", "uint64")
     return (eight or integer) and math.prod(tensor.shape) > 1

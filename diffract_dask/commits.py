@@ -10,16 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffract_dask import catalog, graph
+from diffract_dask.cells import expected_keys
+from diffract_dask.errors import ModelNotFoundError
+from diffract_dask.fields import MISSING, Status
 from diffract_dask.kernel import Keys
-from diffract_dask.plan import Plan, expected_keys, field_attrs
+from diffract_dask.plan import Plan, Step, field_attrs
 from diffract_dask.store import Commit
 
 if TYPE_CHECKING:
     from diffract_dask.store import Store
+    from diffract_dask.view import View
 
-__all__ = ["Failure", "Writer"]
+__all__ = ["Failure", "Writer", "is_there"]
 
 Index = NDArray[np.intp]
+Statuses = NDArray[np.uint8]
+
+_COPIED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -37,18 +44,29 @@ class Failure:
 
 
 class _Batch:
-    """Results by field and kernel for cells, put together once at the end: pieces are many and small."""
+    """Results by field and kernel for cells, put together once at the end: pieces are many and small.
+
+    Values are None where a field loses its value.
+    """
 
     def __init__(self) -> None:
-        self.values: dict[str, list[tuple[Index, Any, NDArray[np.uint8]]]] = {}
+        self.values: dict[str, list[tuple[Index, Any, Statuses]]] = {}
         self.keys: dict[str, list[tuple[Index, Keys]]] = {}
         self.digests: list[tuple[Index, list[str]]] = []
-        self.failures: list[tuple[int, str, str]] = []
+        self.doubtful: set[int] = set()
+        self.failures: dict[tuple[int, str], str] = {}
         self.ran: dict[str, list[Index]] = {}
 
 
 class Writer:
     """Commits copies and batches of one plan, and counts what it did.
+
+    Parameters
+    ----------
+    plan : Plan
+    store : Store
+    before : Writer, optional
+        Of an earlier round of the same request: its counts go on.
 
     Attributes
     ----------
@@ -59,53 +77,122 @@ class Writer:
         Time in tasks by kernel.
     kernel_slices : dict of str to int
         Slices that each kernel ran on.
+    gone : set of str
+        Models that were changed, renamed or erased since the plan was made, so that not everything could be stored.
+    unreadable : list of (str, Exception)
+        Models whose weights could not be read in this round, and why.
+    avoided : set of str
+        Those of all rounds.
+    elsewhere : bool
+        Whether other models have the content that could not be read.
+    contradicted : bool
+        Whether a linked file held something else than its digest says. Only the new digest is stored then, and the
+        others of the model are forgotten: part of the inputs may have been of the old content.
     """
 
-    def __init__(self, plan: Plan, store: Store) -> None:
+    def __init__(self, plan: Plan, store: Store, before: Writer | None = None) -> None:
         self.plan = plan
         self.store = store
-        self.computed: dict[str, int] = {}
-        self.copied: dict[str, int] = {}
-        self.failures: list[Failure] = []
-        self.seconds: dict[str, float] = {}
-        self.kernel_slices: dict[str, int] = {}
+        self.computed: dict[str, int] = before.computed if before else {}
+        self.copied: dict[str, int] = before.copied if before else {}
+        self.failures: list[Failure] = before.failures if before else []
+        self.seconds: dict[str, float] = before.seconds if before else {}
+        self.kernel_slices: dict[str, int] = before.kernel_slices if before else {}
+        self.gone: set[str] = before.gone if before else set()
+        self.contradicted = self.elsewhere = False
+        self.unreadable: list[tuple[str, Exception]] = []
+        self.avoided: set[str] = before.avoided if before else set()
         self._old_failures: dict[str, Mapping[tuple[str, str], str]] = {}
         cells = plan.cells
         self._order = np.argsort(cells.of, kind="stable")
         self._edges = np.searchsorted(cells.of[self._order], np.arange(cells.n_classes + 1))
 
     def copy(self) -> None:
-        """Commit values that the store holds for equal content."""
-        batch = _Batch()
+        """Commit values that the store holds for equal content, in parts that fit in memory."""
         cells = self.plan.cells
-        for step in self.plan.steps.values():
-            to = np.flatnonzero(step.copy)
-            if not len(to):
-                continue
-            for part in self._one_shape(to):
-                source = step.source[cells.of[part]]
-                for name in step.stored_fields:
-                    values, status = graph.stored_values(self.plan, self.store, name, source)
-                    batch.values.setdefault(name, []).append((part, values, status))
-                    self.copied[name] = self.copied.get(name, 0) + len(part)
-            batch.keys[step.kernel.name] = [(to, step.expected[cells.of[to]])]
-        self._send(batch)
+        steps = [step for step in self.plan.steps.values() if step.copy.any()]
+        if not steps:
+            return
+        to = np.flatnonzero(np.any([step.copy for step in steps], axis=0))
+        rows, cols = cells.rows[cells.of[to]], cells.cols[cells.of[to]]
+        size = sum(int(_field_bytes(step, rows, cols).sum()) for step in steps)
+        for part in np.array_split(to, max(1, size // _COPIED_BYTES)):
+            batch = _Batch()
+            for step in steps:
+                if step.copy[part].any():
+                    self._copy_step(batch, step, part[step.copy[part]])
+            self._send(batch, self.copied)
+
+    def _copy_step(self, batch: _Batch, step: Step, to: Index) -> None:
+        cells, view = self.plan.cells, self.plan.view
+        kernel = step.kernel.name
+        batch.keys[kernel] = [(to, step.expected[cells.of[to]])]
+        self._drop_others(batch, step, to, step.expected[cells.of[to]])
+        source = step.source[cells.of[to]]
+        for name in step.stored_fields:
+            held = self._status(name, source) != MISSING
+            lost = self._outdated(step, name, to[~held], step.expected[cells.of[to[~held]]])
+            self._drop(batch, name, lost)
+            for part in self._one_shape(to[held]):
+                values, status = graph.stored_values(self.plan, self.store, name, step.source[cells.of[part]])
+                batch.values.setdefault(name, []).append((part, values, status))
+        for cell, origin in zip(to[step.failed[cells.of[to]]], source[step.failed[cells.of[to]]], strict=True):
+            reasons = self.failures_of(view.model_ids[cells.model[origin]])
+            reason = reasons.get((view.names[cells.name[origin]], kernel))
+            if reason:
+                batch.failures[int(cell), kernel] = f"{reason} (not retried)"
 
     def _one_shape(self, to: Index) -> Iterator[Index]:
         labels = self.plan.cells.of[to]
         shapes = np.stack([self.plan.cells.rows[labels], self.plan.cells.cols[labels]], axis=1)
         _, part = np.unique(shapes, axis=0, return_inverse=True)
-        for which in range(int(part.max()) + 1):
+        for which in range(int(part.max(initial=-1)) + 1):
             yield to[part.ravel() == which]
+
+    def _status(self, name: str, cells: Index) -> Statuses:
+        if name not in self.plan.view.status:
+            return np.full(len(cells), MISSING, np.uint8)
+        return self.plan.view.status[name][self.plan.cells.model[cells], self.plan.cells.name[cells]]
+
+    def _outdated(self, step: Step, name: str, to: Index, keys: Keys) -> Index:
+        """Return the cells that hold a value of a field under another key than `keys`."""
+        view, cells, kernel = self.plan.view, self.plan.cells, step.kernel.name
+        if kernel not in view.keys or not len(to):
+            return to[:0]
+        have = view.keys[kernel][cells.model[to], cells.name[to]]
+        lost: Index = to[(self._status(name, to) != MISSING) & (have != keys)]
+        return lost
+
+    def _drop(self, batch: _Batch, name: str, lost: Index) -> None:
+        if len(lost):
+            missing = np.full(len(lost), MISSING, np.uint8)
+            batch.values.setdefault(name, []).append((lost, None, missing))
+
+    def _drop_others(self, batch: _Batch, step: Step, to: Index, keys: Keys) -> None:
+        """Take away outputs that are not written now: the kernel's new key does not vouch for their old values."""
+        for name in step.kernel.outputs:
+            if name not in step.stored_fields:
+                self._drop(batch, name, self._outdated(step, name, to, keys))
 
     def commit(self, blocks: Sequence[graph.Block], bundles: Sequence[graph.Bundle]) -> None:
         """Commit the results of one batch of blocks."""
         batch = _Batch()
         for block, bundle in zip(blocks, bundles, strict=True):
+            if bundle.error is not None:
+                self.unreadable.append((block.group.model_id, bundle.error))
+                self.avoided.add(block.group.model_id)
+                self.elsewhere |= self._is_elsewhere(block)
+                continue
             self._add_block(batch, block, bundle)
             for name, seconds in bundle.seconds.items():
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self._send(batch)
+        self._send(batch, self.computed)
+
+    def _is_elsewhere(self, block: graph.Block) -> bool:
+        """Return whether some slice of a block has the content of a slice of a model that was not found unreadable."""
+        cells = self.plan.cells
+        models = np.unique(cells.model[np.isin(cells.of, block.classes)])
+        return any(self.plan.view.model_ids[model] not in self.avoided for model in models)
 
     def _add_block(self, batch: _Batch, block: graph.Block, bundle: graph.Bundle) -> None:
         plan, cells = self.plan, self.plan.cells
@@ -119,31 +206,38 @@ class Writer:
             changed = weights != cells.weights[classes]
             if changed.any():
                 # What was read is the content of this model's file; other models of the class may differ from it.
-                mine = ~changed[at] | (cells.model[to] == plan.view.model_ids.index(block.group.model_id))
-                to, at = to[mine], at[mine]
-                batch.digests.append((to[changed[at]], [bundle.digests[i] for i in at[changed[at]]]))
-        keys = expected_keys(plan.kernels, plan.registry, plan.roots, weights, cells.shapes[classes])
+                model = plan.view.model_ids.index(block.group.model_id)
+                mine = changed[at] & (cells.model[to] == model)
+                batch.digests.append((to[mine], [bundle.digests[i] for i in at[mine]]))
+                trusted = ~changed | (cells.weights[classes] == 0)
+                if not trusted.all():
+                    self.contradicted = True
+                    batch.doubtful.add(model)
+                to, at = to[trusted[at]], at[trusted[at]]
+        failed = {name: step.failed[classes] for name, step in plan.steps.items()}
+        for name in block.group.kernels:
+            failed[name] = _raised(bundle, plan.steps[name].stored_fields)
+        keys = expected_keys(plan.kernels, plan.registry, plan.roots, weights, cells.shapes[classes], failed)
         for name in block.group.kernels:
             step = plan.steps[name]
             self.kernel_slices[name] = self.kernel_slices.get(name, 0) + bundle.n
-            receives = step.store[to]
+            receives = step.store[to] if step.stored_fields else plan.scope[to]
             if not receives.any():
                 continue
             cell, index = to[receives], at[receives]
             for output in step.stored_fields:
-                self.computed[output] = self.computed.get(output, 0) + len(cell)
                 values, status = bundle.values[output][index], bundle.status[output][index]
                 batch.values.setdefault(output, []).append((cell, values, status))
-            batch.keys.setdefault(name, []).append((cell, keys[name][index]))
+            if step.stored_fields:
+                batch.keys.setdefault(name, []).append((cell, keys[name][index]))
+                self._drop_others(batch, step, cell, keys[name][index])
             batch.ran.setdefault(name, []).append(cell)
-            failed = {i: reason for (i, kernel), reason in bundle.failures.items() if kernel == name}
-            batch.failures += (
-                [(int(c), name, failed[int(i)]) for c, i in zip(cell, index, strict=True) if int(i) in failed]
-                if failed
-                else []
-            )
+            reasons = {i: reason for (i, kernel), reason in bundle.failures.items() if kernel == name}
+            for c, i in zip(cell, index, strict=True) if reasons else ():
+                if int(i) in reasons:
+                    batch.failures[int(c), name] = reasons[int(i)]
 
-    def _send(self, batch: _Batch) -> None:
+    def _send(self, batch: _Batch, counts: dict[str, int]) -> None:
         """Sort the results of a batch by model and commit them."""
         commits: dict[int, Commit] = {}
         for name, parts in batch.values.items():
@@ -157,49 +251,70 @@ class Writer:
             digests = [digest for _, part in batch.digests for digest in part]
             for commit, rows, at in self._by_model(commits, to):
                 commit.digests = (rows, [digests[i] for i in at])
-        self._put_failures(commits, batch)
-        if commits:
-            self.store.commit(list(commits.values()))
+        for model in batch.doubtful:
+            known = self.store.parameters(commits[model].model_id)
+            every = np.flatnonzero((known.path != "") & (known.digest != ""))
+            commits[model].digests = (every, [""] * len(every))
+        with self.store.lock():
+            for model in [model for model in commits if not is_there(self.store, self.plan.view, model)]:
+                self.gone.add(commits.pop(model).model_id)
+            self._put_failures(commits, batch)
+            if commits:
+                self.store.commit(list(commits.values()))
+        for commit in commits.values():
+            for name, (_, _, status) in commit.values.items():
+                if (status != MISSING).any():
+                    counts[name] = counts.get(name, 0) + int((status != MISSING).sum())
 
-    def _put_values(
-        self, commits: dict[int, Commit], name: str, parts: Sequence[tuple[Index, Any, NDArray[np.uint8]]]
-    ) -> None:
+    def _put_values(self, commits: dict[int, Commit], name: str, parts: Sequence[tuple[Index, Any, Statuses]]) -> None:
         to = np.concatenate([cells for cells, _, _ in parts])
         status = np.concatenate([part for _, _, part in parts])
-        arrays: list[NDArray[Any]] | None = None
-        scalars = np.full(len(to), np.nan)
-        if self.plan.registry.field(name).dims:
-            arrays = [array for _, values, _ in parts for array in values]
-        else:
-            scalars = np.concatenate([values for _, values, _ in parts])
         kernel = self.plan.registry.producer(name)
+        is_array = bool(self.plan.registry.field(name).dims)
+        arrays: list[NDArray[Any] | None] = []
+        scalars = np.full(len(to), np.nan)
+        if is_array:
+            for cells, values, _ in parts:
+                arrays += [None] * len(cells) if values is None else list(values)
+        else:
+            scalars = np.concatenate([np.full(len(c), np.nan) if v is None else v for c, v, _ in parts])
         attrs = field_attrs(kernel, name, self.plan.steps[kernel.name].params)
         for commit, rows, at in self._by_model(commits, to):
             commit.values[name] = (rows, scalars[at], status[at])
-            if arrays is not None:
-                commit.arrays[name] = (rows, [arrays[i] for i in at])
-            commit.attrs[name] = attrs
+            if (status[at] != MISSING).any():
+                commit.attrs[name] = attrs
+            kept = [i for i, array in enumerate(at) if is_array and arrays[array] is not None]
+            if kept:
+                commit.arrays[name] = (rows[kept], [a for i in kept if (a := arrays[at[i]]) is not None])
 
     def _put_failures(self, commits: dict[int, Commit], batch: _Batch) -> None:
         """Note the reasons of what failed, and forget those of what failed before and did not now."""
         cells, view = self.plan.cells, self.plan.view
-        failed = {(cell, kernel): reason for cell, kernel, reason in batch.failures}
-        for (cell, kernel), reason in failed.items():
+        for (cell, kernel), reason in batch.failures.items():
             name = view.names[cells.name[cell]]
-            commit = commits[int(cells.model[cell])]
-            commit.failures[name, kernel] = reason
-            self.failures.append(Failure(commit.model_id, name, kernel, reason))
+            commit = commits.get(int(cells.model[cell]))
+            if commit is not None:
+                commit.failures[name, kernel] = reason.removesuffix(" (not retried)")
+                self.failures.append(Failure(commit.model_id, name, kernel, reason))
         for kernel, parts in batch.ran.items():
-            for commit, _, at in self._by_model(commits, np.concatenate(parts)):
-                old = {name for name, who in self._failures_of(commit.model_id) if who == kernel}
+            ran = np.concatenate(parts)
+            for model in np.unique(cells.model[ran]).tolist():
+                commit = commits.get(model)
+                if commit is None:
+                    continue
+                old = {name for name, who in self.failures_of(commit.model_id) if who == kernel}
                 if old:
-                    ran = np.concatenate(parts)[at]
-                    names = {view.names[cells.name[c]] for c in ran if (int(c), kernel) not in failed}
+                    here = ran[cells.model[ran] == model]
+                    names = {view.names[cells.name[c]] for c in here if (int(c), kernel) not in batch.failures}
                     commit.failures.update({(name, kernel): "" for name in old & names})
 
-    def _failures_of(self, model_id: str) -> Mapping[tuple[str, str], str]:
+    def failures_of(self, model_id: str) -> Mapping[tuple[str, str], str]:
+        """Return the reasons of earlier failures of a model by (name, kernel), as they were when first looked at."""
         if model_id not in self._old_failures:
-            self._old_failures[model_id] = self.store.failures(model_id)
+            try:
+                self._old_failures[model_id] = self.store.failures(model_id)
+            except ModelNotFoundError:
+                self._old_failures[model_id] = {}
         return self._old_failures[model_id]
 
     def _by_model(self, commits: dict[int, Commit], to: Index) -> Iterator[tuple[Commit, Index, Index]]:
@@ -210,3 +325,29 @@ class Writer:
         for model, at in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
             commit = commits.setdefault(model, Commit(self.plan.view.model_ids[model]))
             yield commit, self.plan.view.row[model, self.plan.cells.name[to[at]]].astype(np.intp), at
+
+
+def is_there(store: Store, view: View, model: int) -> bool:
+    """Return whether a model of `view` is still in the store under its id, and not replaced."""
+    try:
+        return bool(store.model_attrs(view.model_ids[model])["added"] == view.added[model])
+    except ModelNotFoundError:
+        return False
+
+
+def _raised(bundle: graph.Bundle, fields: Sequence[str]) -> NDArray[np.bool_]:
+    """Return on which slices of a block the values of `fields` are those of a failure."""
+    failed = np.full(bundle.n, bool(fields))
+    for name in fields:
+        failed &= bundle.status[name] == Status.FAILED
+    return failed
+
+
+def _field_bytes(step: Step, rows: NDArray[np.int64], cols: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the size of the array fields that a step stores, by slice."""
+    size = {"sval": np.minimum(rows, cols), "row": rows, "col": cols}
+    total = np.zeros(len(rows), np.int64)
+    for name in step.stored_fields:
+        dims = step.kernel.outputs[name].dims
+        total += 8 * np.prod([size[dim] for dim in dims], axis=0).astype(np.int64) if dims else 0
+    return total

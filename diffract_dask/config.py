@@ -15,7 +15,7 @@ from typing import Any
 
 from diffract_dask.errors import ConfigurationError, did_you_mean
 
-__all__ = ["defaults", "get", "load", "parse_size"]
+__all__ = ["defaults", "get", "load", "number", "parse_size"]
 
 
 @cache
@@ -44,6 +44,24 @@ def get(name: str, overrides: Mapping[str, Any] | None = None) -> Any:
     import dask.config
 
     return dask.config.get(f"diffract_dask.{name}", known[name])
+
+
+def number(name: str, overrides: Mapping[str, Any] | None = None) -> float:
+    """Return the setting `name` as a number that is not negative; 0 if it is null.
+
+    Raises
+    ------
+    ConfigurationError
+        It is no such number.
+    """
+    value = get(name, overrides)
+    try:
+        found = 0.0 if value is None else float(value)
+    except (TypeError, ValueError):
+        found = -1.0
+    if not found >= 0:
+        raise ConfigurationError(f"the setting {name!r} is {value!r}; give a number that is not negative")
+    return found
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -86,6 +104,9 @@ def parse_size(value: str | int | float) -> int:
     from dask.utils import parse_bytes
 
     try:
-        return int(parse_bytes(value))
-    except ValueError as error:
-        raise ConfigurationError(f"{value!r} is not a size; write for example '512 MiB'") from error
+        size = int(parse_bytes(value))
+    except (TypeError, ValueError, AttributeError):
+        size = -1
+    if size < 0:
+        raise ConfigurationError(f"{value!r} is not a size; write for example '512 MiB'")
+    return size

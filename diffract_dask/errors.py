@@ -27,6 +27,7 @@ __all__ = [
     "MatrixError",
     "MissingExtraError",
     "ModelAlreadyExistsError",
+    "ModelChangedWarning",
     "ModelNotFoundError",
     "NothingAnalysedWarning",
     "OverBudgetError",
@@ -213,3 +214,7 @@ class NothingAnalysedWarning(UserWarning):
 
 class StaleValuesWarning(UserWarning):
     """Values are shown that the present configuration would compute anew."""
+
+
+class ModelChangedWarning(UserWarning):
+    """A model was changed, renamed or erased while its values were computed; not all of them are stored."""

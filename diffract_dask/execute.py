@@ -6,7 +6,8 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from uuid import uuid4
 import numpy as np
 
 from diffract_dask import config, graph, memory
-from diffract_dask.commits import Failure, Writer
+from diffract_dask.commits import Failure, Writer, is_there
+from diffract_dask.errors import ConfigurationError, KernelError, ModelChangedWarning
 from diffract_dask.fields import Status
 from diffract_dask.linalg import blas_threads
-from diffract_dask.modellevel import evaluate_models
+from diffract_dask.modellevel import evaluate_models, keys_of
 from diffract_dask.plan import Plan, field_attrs
 from diffract_dask.store import Commit
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from diffract_dask.store import Store
 
 __all__ = ["ApplySummary", "Failure", "run_plan"]
+
+_HELD = 8  # one part in so many of the budget for what a batch brings to this process; two batches are there at once
+_MORE_ROUNDS = 2  # after a linked file turned out to be gone, or to hold something else than its digest says
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,9 @@ class ApplySummary:
             return sum(counts.get(name, 0) for name in self.fields)
 
         text = (
-            f"{len(self.fields)} field{'s' * (len(self.fields) != 1)}: {total(self.computed)} values computed, {total(self.copied)} copied, "
-            f"{total(self.reused)} reused, {len(self.failed)} failed in {self.seconds:.2f} s"
+            f"{len(self.fields)} field{'s' * (len(self.fields) != 1)}: {total(self.computed)} values computed, "
+            f"{total(self.copied)} copied, {total(self.reused)} reused, {len(self.failed)} failed "
+            f"in {self.seconds:.2f} s"
         )
         return "\n".join([text, *(f"  {failure}" for failure in self.failed[:10])]) + (
             f"\n  … and {len(self.failed) - 10} more" if len(self.failed) > 10 else ""
@@ -97,7 +103,7 @@ def run_plan(
     plan: Plan,
     store: Store,
     *,
-    replan: Callable[[], Plan],
+    replan: Callable[[Collection[str]], Plan],
     settings: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> ApplySummary:
@@ -107,7 +113,7 @@ def run_plan(
     ----------
     replan : callable
         Makes the same plan again from the refreshed view: digests of linked weights are known only after they
-        were read, and model-level values are over what is stored by then.
+        were read, and model-level values are over what is stored by then. Takes the models that cannot be read.
     progress : bool, optional
         Show a progress bar; by default as the setting ``progress`` says.
     """
@@ -115,18 +121,53 @@ def run_plan(
     writer = Writer(plan, store)
     if plan.nothing_to_do:
         return _summary(plan, writer, started, {})
+    _run_slices(plan, store, writer, settings, progress)
+    for _ in range(_MORE_ROUNDS):
+        if not writer.contradicted and not writer.elsewhere:
+            break
+        now = replan(writer.avoided)
+        writer = Writer(now, store, writer)
+        _run_slices(now, store, writer, settings, progress)
+    models: dict[str, int] = {}
+    if any(step.run.any() for step in plan.model_steps.values()):
+        with store.lock():  # no other writer is half way through the same values
+            models = _commit_models(replan(()), store, writer, set(plan.view.model_ids))
+    store.refresh_view()
+    _tell(writer)
+    return _summary(plan, writer, started, models)
+
+
+def _tell(writer: Writer) -> None:
+    """Say which models changed meanwhile; raise the error of one that is there and could not be read."""
+    plan, store = writer.plan, writer.store
+    for model_id, error in writer.unreadable:
+        if is_there(store, plan.view, plan.view.model_ids.index(model_id)):
+            error.add_note("What could be read is computed and stored.")
+            raise error
+        writer.gone.add(model_id)
+    if writer.gone:
+        warnings.warn(
+            f"{', '.join(map(repr, sorted(writer.gone)))}: changed, renamed or erased while values were computed, so "
+            "that not all are stored; run the same call again for what is left",
+            ModelChangedWarning,
+            stacklevel=4,
+        )
+
+
+def _run_slices(
+    plan: Plan, store: Store, writer: Writer, settings: Mapping[str, Any] | None, progress: bool | None
+) -> None:
+    """Copy what the store has, and compute the rest in batches, each committed while the next one runs."""
     writer.copy()
     total = sum(len(group.classes) for group in plan.groups)
-    interval = float(config.get("view-interval", settings))
+    interval = config.number("view-interval", settings)
+    seconds = config.number("batch-seconds", settings)
     refreshed = time.perf_counter()
-    with _bar(total, progress, settings) as advance, _runner(plan.resources) as submit:
-        parts = graph.batches(
-            graph.blocks(plan, store, token=uuid4().hex[:8], keep={k: s.stored_fields for k, s in plan.steps.items()}),
-            float(config.get("batch-seconds", settings)),
-            plan.resources.workers,
-        )
+    with _bar(total, progress, settings) as advance, _runner(plan) as submit:
+        keep = {name: step.stored_fields for name, step in plan.steps.items()}
+        blocks = graph.blocks(plan, store, token=uuid4().hex[:8], keep=keep)
         running: tuple[list[graph.Block], Future[list[graph.Bundle]]] | None = None
-        for batch in parts:
+        for batch in graph.batches(blocks, seconds, plan.resources.workers, plan.resources.budget // _HELD):
             following = (batch, submit(batch)) if running is None else None
             if running is not None:
                 done, bundles = running[0], running[1].result()
@@ -141,32 +182,39 @@ def run_plan(
             bundles = running[1].result()
             writer.commit(running[0], bundles)
             advance(sum(bundle.n for bundle in bundles))
-    models: dict[str, int] = {}
-    if any(step.run.any() for step in plan.model_steps.values()):
-        models = _commit_models(replan(), store, writer.failures)
-    store.refresh_view()
-    return _summary(plan, writer, started, models)
 
 
-def _commit_models(plan: Plan, store: Store, failures: list[Failure]) -> dict[str, int]:
-    """Evaluate and store the model-level kernels; return how many models each field was computed for."""
+def _commit_models(plan: Plan, store: Store, writer: Writer, known: set[str]) -> dict[str, int]:
+    """Evaluate and store the model-level kernels for the models `known` at the start; return counts by field.
+
+    The lock is held since before the plan was made.
+    """
     counts: dict[str, int] = {}
     commits: dict[int, Commit] = {}
-    results = evaluate_models(plan, store)
+    for step in plan.model_steps.values():
+        step.run &= np.isin(plan.view.model_ids, sorted(known))
+    results = evaluate_models(plan)
+    keys = keys_of(plan, results)
     for name, step in plan.model_steps.items():
-        for model in np.flatnonzero(step.run):
-            commit = commits.setdefault(int(model), Commit(plan.view.model_ids[model]))
-            for output in step.kernel.outputs:
-                value, status, reason = results[output][int(model)]
+        for model in map(int, np.flatnonzero(step.run)):
+            made = {output: results.get(output, {}).get(model) for output in step.kernel.outputs}
+            commit = commits.setdefault(model, Commit(plan.view.model_ids[model]))
+            for output, result in made.items():
+                if result is None:  # its slices are not what the plan was for
+                    writer.gone.add(commit.model_id)
+                    break
+                value, status, reason = result
                 commit.model_values[output] = (value, status)
                 commit.attrs[output] = field_attrs(step.kernel, output, step.params)
                 commit.failures["", name] = reason
-                if reason:
-                    failures.append(Failure(commit.model_id, "", name, reason))
                 counts[output] = counts.get(output, 0) + 1
-            commit.model_keys[name] = int(step.expected[model])
-    if plan.whole_models and commits:
-        store.commit(list(commits.values()))
+            else:
+                commit.model_keys[name] = int(keys[name][model])
+                if commit.failures["", name]:
+                    writer.failures.append(Failure(commit.model_id, "", name, commit.failures["", name]))
+    ready = [commit for commit in commits.values() if commit.model_keys]
+    if plan.whole_models and ready:
+        store.commit(ready)
     return counts
 
 
@@ -198,31 +246,60 @@ def _summary(plan: Plan, writer: Writer, started: float, models: Mapping[str, in
 
 def _earlier_failures(plan: Plan, writer: Writer) -> list[Failure]:
     """Return failures of earlier calls that the request met again and did not retry."""
-    found: list[Failure] = []
-    for step in plan.steps.values():
-        for name in step.stored_fields:
-            if name not in plan.view.status:
-                continue
-            status = plan.view.status[name][plan.cells.model, plan.cells.name]
-            for cell in np.flatnonzero(plan.scope & step.fresh & (status == Status.FAILED)):
-                model_id = plan.view.model_ids[plan.cells.model[cell]]
-                parameter = plan.view.names[plan.cells.name[cell]]
-                reason = writer.store.failures(model_id).get((parameter, step.kernel.name))
-                if reason:
-                    found.append(Failure(model_id, parameter, step.kernel.name, f"{reason} (not retried)"))
-    return list(dict.fromkeys(found))
+    view, cells = plan.view, plan.cells
+    found: dict[Failure, None] = {}
+    unstored = [name for name, step in plan.steps.items() if not step.stored_fields]
+
+    def note(model: int, parameter: str, kernels: Sequence[str]) -> None:
+        model_id = view.model_ids[model]
+        for kernel in kernels:
+            reason = writer.failures_of(model_id).get((parameter, kernel))
+            if reason:
+                found[Failure(model_id, parameter, kernel, f"{reason} (not retried)")] = None
+
+    for name, step in plan.steps.items():
+        failed = np.zeros(len(cells.of), bool)
+        for field_name in step.stored_fields:
+            if field_name in view.status:
+                failed |= view.status[field_name][cells.model, cells.name] == Status.FAILED
+        for cell in np.flatnonzero(failed & plan.scope & step.fresh):
+            note(int(cells.model[cell]), view.names[cells.name[cell]], [name, *unstored])
+    for name, model_step in plan.model_steps.items():
+        for model in np.unique(cells.model[plan.scope]):
+            if model_step.failed[model]:
+                note(int(model), "", [name])
+    return list(found)
+
+
+def _check_sendable(plan: Plan) -> None:
+    """KernelError for a kernel that cannot be sent to worker processes."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    for name, step in plan.steps.items():
+        if step.run.any():
+            try:
+                cloudpickle.dumps(step.kernel.function)
+            except Exception as error:
+                raise KernelError(
+                    f"kernel {name!r} cannot be sent to workers ({error}): it refers to something that exists in this "
+                    "process only. Make that inside the function, or compute without the client"
+                ) from error
 
 
 @contextlib.contextmanager
-def _runner(have: memory.Resources) -> Iterator[Callable[[list[graph.Block]], Future[list[graph.Bundle]]]]:
+def _runner(plan: Plan) -> Iterator[Callable[[list[graph.Block]], Future[list[graph.Bundle]]]]:
     """Yield ``submit(batch) -> Future`` on the active client or on threads; an interrupt stops what runs."""
+    have = plan.resources
     stop = threading.Event()
     client = memory.active_client() if have.distributed else None
+    if client is not None:
+        _check_sendable(plan)
     runner = ThreadPoolExecutor(1, "diffract-dask-batch")
     pool = ThreadPoolExecutor(have.workers, "diffract-dask") if client is None else None
 
     def on_threads(batch: list[graph.Block]) -> list[graph.Bundle]:
         import dask.threaded
+        from dask.callbacks import Callback
 
         def check(*_: Any) -> None:
             if stop.is_set():
@@ -231,7 +308,8 @@ def _runner(have: memory.Resources) -> Iterator[Callable[[list[graph.Block]], Fu
         tasks, keys = graph.build(batch)
         # Held over the batch: between two tasks the count must not jump back and forth.
         with blas_threads(1) if not batch[0].alone else contextlib.nullcontext():
-            result = dask.threaded.get(tasks, keys, pool=pool, callbacks=[(None, None, check, check, None)])
+            callbacks = [(None, None, check, check, None), *Callback.active]  # those of the caller's `with` too
+            result = dask.threaded.get(tasks, keys, pool=pool, callbacks=callbacks)
         return list(result)
 
     def on_client(batch: list[graph.Block]) -> list[graph.Bundle]:
@@ -267,6 +345,8 @@ def _bar(total: int, progress: bool | None, settings: Mapping[str, Any] | None) 
     wanted = progress if progress is not None else config.get("progress", settings)
     if wanted in ("auto", None):
         wanted = sys.stderr.isatty()
+    if not isinstance(wanted, (bool, np.bool_, int)):
+        raise ConfigurationError(f"the setting 'progress' is {wanted!r}; give auto, true or false")
     if not wanted:
         yield lambda n: None
         return

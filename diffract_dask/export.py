@@ -284,7 +284,8 @@ def _polars_series(polars: Any, name: str, column: list[Any]) -> Any:
     if kinds <= {"number", "integer"} and "number" in kinds:
         return polars.Series(name, [None if v is None else float(v) for v in column], dtype=polars.Float64)
     if kinds == {"vector"}:
-        return polars.Series(name, [None if v is None else np.asarray(v, np.float64) for v in column])
+        lists = [None if v is None else np.asarray(v, np.float64).tolist() for v in column]
+        return polars.Series(name, lists, dtype=polars.List(polars.Float64))
     if kinds in ({"texts"}, {"integers"}):
         dtype = polars.List(polars.String if kinds == {"texts"} else polars.Int64)
         return polars.Series(name, [None if v is None else list(v) for v in column], dtype=dtype)

@@ -6,26 +6,30 @@ hand, because generic blockwise layers are fused and lose the kernels' names in 
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 from dask._task_spec import Task, TaskRef
 from numpy.typing import NDArray
 
-from diffract_dask import config
+from diffract_dask.errors import FieldNotFoundError, ModelNotFoundError, SourceError, StoreError
 from diffract_dask.fields import MISSING, Status
-from diffract_dask.kernel import GIVEN, SHAPE, WEIGHTS, Kernel, Streamed
+from diffract_dask.kernel import GIVEN, SHAPE, WEIGHTS, Kernel, Streamed, own_params
 from diffract_dask.linalg import blas_threads
+from diffract_dask.memory import field_bytes
 from diffract_dask.plan import Group, Plan
 
 if TYPE_CHECKING:
     from diffract_dask.store import Slices, Store
 
-__all__ = ["Block", "Bundle", "Call", "blocks", "build"]
+__all__ = ["Block", "Bundle", "Call", "StoredArrays", "blocks", "build", "outputs_of", "real_numbers", "stored_values"]
 
 
 class Call(NamedTuple):
@@ -51,12 +55,14 @@ class Bundle:
     values : dict of str to array
         ``(n,)`` float64 for scalars, ``(n, …)`` for array fields.
     status : dict of str to (n,) uint8 array
-    failures : dict of int to str
-        Reason by position in the block.
+    failures : dict of (int, str) to str
+        Reason by position in the block and kernel, those of the inputs' kernels included.
     digests : list of str, optional
         Of linked weights that were read in full.
     seconds : dict of str to float
         Time by kernel.
+    error : Exception, optional
+        Why the weights could not be read. There are no values then, and no failure: nothing is stored.
     """
 
     n: int
@@ -65,18 +71,22 @@ class Bundle:
     failures: dict[tuple[int, str], str] = field(default_factory=dict)
     digests: list[str] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    error: Exception | None = None
 
 
 @dataclass(eq=False)
 class Block:
-    """Part of a group that one chain of tasks computes; `key` yields its collected bundle."""
+    """Part of a group that one chain of tasks computes; `key` yields its collected bundle.
+
+    `nbytes` is what this process holds of it: stored inputs that go in, and outputs that come out.
+    """
 
     group: Group
     positions: slice
     key: tuple[str, int]
     tasks: dict[Any, Any]
     seconds: float
-
+    nbytes: int
     alone: bool
 
     @property
@@ -108,15 +118,17 @@ def blocks(plan: Plan, store: Store, *, token: str, keep: Mapping[str, Sequence[
     Parameters
     ----------
     token : str
-        Makes the graph's names unique.
+        Makes the names of the kernels' layers unique; those of other layers have one of their own, so that a kernel
+        may be called as one of them.
     keep : mapping of str to sequence of str
         Output fields to collect, by kernel name.
     """
     number = 0
+    inner = uuid4().hex[:8]
     for group in plan.groups:
         for start in range(0, len(group.classes), group.layout.per_block):
             positions = slice(start, min(start + group.layout.per_block, len(group.classes)))
-            yield _block(plan, store, group, positions, token, number, keep)
+            yield _block(plan, store, group, positions, (token, inner), number, keep)
             number += 1
 
 
@@ -133,10 +145,11 @@ def _block(
     store: Store,
     group: Group,
     positions: slice,
-    token: str,
+    tokens: tuple[str, str],
     number: int,
     keep: Mapping[str, Sequence[str]],
 ) -> Block:
+    token, inner = tokens
     rows_in_model = group.rows_in_model[positions]
     classes = group.classes[positions]
     n = len(classes)
@@ -149,10 +162,10 @@ def _block(
     where: dict[str, TaskRef] = {}
     streamed: dict[str, tuple[str, int]] = {}
     if slices is not None and group.layout.streamed:
-        streamed = _streams(plan, group, slices, token, number, tasks)
+        streamed = _streams(plan, group, slices, inner, number, tasks)
         where[WEIGHTS] = TaskRef(streamed[WEIGHTS])
     elif slices is not None:
-        key = (f"weights-{token}", number)
+        key = (f"weights-{inner}", number)
         tasks[key] = Task(key, load, slices)
         where[WEIGHTS] = TaskRef(key)
     given = _given(plan, store, group, classes)
@@ -166,23 +179,28 @@ def _block(
         if name in streamed:
             stream = step.kernel.blocks
             assert stream is not None
-            tasks[key] = Task(key, finish, call, stream, slices, _read_size(), TaskRef(streamed[name]))
+            tasks[key] = Task(key, finish, call, stream, slices, group.layout.read_bytes, TaskRef(streamed[name]))
         else:
             sources, fixed = _sources(plan, call, where, given, group, n)
             tasks[key] = Task(key, run, call, n, fixed, tuple(sources), *sources.values())
         for output in step.kernel.outputs:
             where[output] = TaskRef(key)
     kept = {step.kernel.name: tuple(keep[step.kernel.name]) for step in steps if keep.get(step.kernel.name)}
-    key = (f"collect-{token}", number)
+    key = (f"collect-{inner}", number)
     refs = {(f"{name}-{token}", number): TaskRef((f"{name}-{token}", number)) for name in kept}
     digests = []
     if group.linked and WEIGHTS in where:
-        digest = (f"digest-{token}", number)
+        digest = (f"digest-{inner}", number)
         if digest not in tasks:
             tasks[digest] = Task(digest, take_digests, where[WEIGHTS])
         digests.append(TaskRef(digest))
     tasks[key] = Task(key, collect, n, tuple(kept.values()), *refs.values(), *digests)
-    return Block(group, positions, key, tasks, group.layout.seconds * n, group.layout.at_once < plan.resources.workers)
+    sent = sum(values.nbytes for values, _ in given.values())
+    nbytes = sent + n * sum(
+        field_bytes(plan.registry.field(f), group.rows, group.cols) for fs in kept.values() for f in fs
+    )
+    alone = group.layout.at_once < plan.resources.workers
+    return Block(group, positions, key, tasks, group.layout.seconds * n, nbytes, alone)
 
 
 def _sources(
@@ -220,13 +238,43 @@ def stored_values(plan: Plan, store: Store, name: str, cells: NDArray[np.intp]) 
     status = view.status[name][models, names]
     if not plan.registry.field(name).dims:
         return view.values[name][models, names], status
-    rows = view.row[models, names]
-    values: list[Any] = [None] * len(cells)
-    for model in np.unique(models):
-        at = np.flatnonzero(models == model)
-        for i, array in zip(at, store.arrays(view.model_ids[model], name, rows[at]), strict=True):
-            values[i] = array
-    return np.stack(values), status
+    return np.stack(StoredArrays(plan, store, name, cells).read()), status
+
+
+class StoredArrays:
+    """An array field at some cells, as it was stored when a plan was made; to be read now or inside a task."""
+
+    def __init__(self, plan: Plan, store: Store, field_name: str, cells: NDArray[np.intp]) -> None:
+        models, names = plan.cells.model[cells], plan.cells.name[cells]
+        self.store, self.field, self.kernel = store, field_name, plan.registry.producer(field_name).name
+        self.models, self.names = [plan.view.model_ids[i] for i in models], [plan.view.names[i] for i in names]
+        self.rows = plan.view.row[models, names]
+        self.keys = plan.view.keys[self.kernel][models, names]
+
+    def read(self) -> list[NDArray[np.float64]]:
+        """Return one array per cell; StoreError if the store holds others by now."""
+        found: list[Any] = [None] * len(self.models)
+        with contextlib.suppress(ModelNotFoundError, FieldNotFoundError):
+            for model_id in dict.fromkeys(self.models):
+                at = [i for i, model in enumerate(self.models) if model == model_id]
+                for i, array in zip(at, self.store.arrays(model_id, self.field, self.rows[at]), strict=True):
+                    found[i] = array
+            if self._are_there():  # now: a writer takes the keys away before it touches the values
+                return found
+        raise StoreError(
+            f"stored values of {self.field!r} were changed or erased after the plan was made; run the same call again"
+        )
+
+    def _are_there(self) -> bool:
+        view = self.store.view()
+        models = {model_id: i for i, model_id in enumerate(view.model_ids)}
+        names = {name: i for i, name in enumerate(view.names)}
+        known = all(model in models for model in self.models) and all(name in names for name in self.names)
+        if not known or self.field not in view.status or self.kernel not in view.keys:
+            return False
+        at = [models[model] for model in self.models], [names[name] for name in self.names]
+        same = view.keys[self.kernel][at] == self.keys
+        return bool((same & (view.status[self.field][at] != MISSING)).all())
 
 
 def _streams(
@@ -236,12 +284,12 @@ def _streams(
     streams = {
         name: plan.steps[name].kernel.blocks for name in group.kernels if WEIGHTS in plan.steps[name].kernel.inputs
     }
-    wide = group.cols > group.rows
+    wide, read_bytes = group.cols > group.rows, group.layout.read_bytes
     edges = slices.span_edges(group.layout.spans)
     merged: TaskRef | None = None
     for span, (start, stop) in enumerate(pairwise(edges)):
         key = (f"read-spans-{token}", number, span)
-        tasks[key] = Task(key, read_span, slices, dict(streams), start, stop, _read_size(), group.linked and not wide)
+        tasks[key] = Task(key, read_span, slices, dict(streams), start, stop, read_bytes, group.linked and not wide)
         if merged is None:
             merged = TaskRef(key)
         else:
@@ -260,22 +308,23 @@ def _streams(
     return result
 
 
-def _read_size() -> int:
-    return config.parse_size(config.get("read-size"))
-
-
 # Tasks. Each runs on a worker: arrays and plain data in, a bundle out.
+
+_UNREADABLE = (SourceError, StoreError, OSError)
 
 
 def load(slices: Slices) -> Bundle:
     """Read the weights of a block; digests too where they come from a linked file."""
     started = time.perf_counter()
     digests: list[str] | None = None
-    if slices.linked:
-        weights, digests = slices.load_with_digests()
-    else:
-        weights = slices.load()
-    n = len(weights)
+    n = slices.n
+    try:
+        if slices.linked:
+            weights, digests = slices.load_with_digests()
+        else:
+            weights = slices.load()
+    except _UNREADABLE as error:
+        return Bundle(n, error=error)
     seconds = {"reading": time.perf_counter() - started}
     return Bundle(n, {WEIGHTS: weights}, {WEIGHTS: np.zeros(n, np.uint8)}, digests=digests, seconds=seconds)
 
@@ -283,16 +332,23 @@ def load(slices: Slices) -> Bundle:
 def run(call: Call, n: int, fixed: Mapping[str, Any], names: tuple[str, ...], *bundles: Bundle) -> Bundle:
     """Run one kernel on a block; where a batch raises, slice by slice, so that one slice fails alone."""
     started = time.perf_counter()
+    for source in bundles:
+        if source.error is not None:
+            return Bundle(n, error=source.error)
     known = dict(fixed)
     for name, bundle in zip(names, bundles, strict=True):
         known[name] = (bundle.values[name], bundle.status[name])
-    inputs = [known[name][0] for name in call.inputs]
+    inputs = [_read_only(known[name][0]) for name in call.inputs]
     bundle = Bundle(n)
+    for source in bundles:  # the reasons must arrive, also where the outputs of the kernel that raised are not kept
+        bundle.failures.update(source.failures)
     with blas_threads(call.blas_threads):
         if call.batch:
             try:
-                outputs = _checked(call, n, call.function(*inputs, **call.params))
-            except Exception:
+                outputs = _checked(call, n, call.function(*inputs, **own_params(call.params)))
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
                 outputs = _one_by_one(call, n, inputs, bundle)
         else:
             outputs = _one_by_one(call, n, inputs, bundle)
@@ -302,19 +358,45 @@ def run(call: Call, n: int, fixed: Mapping[str, Any], names: tuple[str, ...], *b
     return bundle
 
 
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a view that cannot be written to: other kernels get the same input."""
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
+def outputs_of(names: Sequence[str], result: Any) -> tuple[Any, ...]:
+    """Return what a kernel gave for each of its outputs, from a value, a tuple or a dict; ValueError otherwise."""
+    if isinstance(result, Mapping):
+        if set(result) != set(names):
+            raise ValueError(f"returned the fields {sorted(map(str, result))}, declared are {sorted(names)}")
+        return tuple(result[name] for name in names)
+    several = isinstance(result, tuple) or (isinstance(result, list) and len(names) > 1)
+    outputs = tuple(result) if several else (result,)
+    if len(outputs) != len(names):
+        raise ValueError(f"returned {len(outputs)} value{'s' * (len(outputs) != 1)}, declared are {len(names)}")
+    return outputs
+
+
+def real_numbers(name: str, value: Any) -> NDArray[np.float64]:
+    """Return what a kernel gave for one output as float64; ValueError for what is no real number."""
+    if isinstance(value, np.ma.MaskedArray):
+        value = np.ma.filled(value.astype(np.float64), np.nan)
+    if isinstance(value, numbers.Real):
+        return np.array(float(value))
+    array = np.asarray(value)
+    if array.dtype.kind in "OSTUcmM":
+        hint = "; return nan where the value is not defined" if value is None else ""
+        raise ValueError(f"returned {name} as {type(value).__name__} ({array.dtype}), expected real numbers{hint}")
+    return array.astype(np.float64, copy=False)
+
+
 def _checked(call: Call, n: int | None, result: Any) -> list[NDArray[Any]]:
     """Return a kernel's outputs as arrays of the declared shapes; ValueError otherwise. `n` None: one slice."""
-    outputs = result if isinstance(result, tuple) else (result,)
-    if isinstance(result, Mapping):
-        if set(result) != set(call.outputs):
-            raise ValueError(f"returned the fields {sorted(result)}, declared are {sorted(call.outputs)}")
-        outputs = tuple(result[name] for name in call.outputs)
-    if len(outputs) != len(call.outputs):
-        raise ValueError(f"returned {len(outputs)} values, declared are {len(call.outputs)}")
     lead = () if n is None else (n,)
     arrays = []
-    for name, inner, value in zip(call.outputs, call.inner, outputs, strict=True):
-        array = np.asarray(value, np.float64)
+    for name, inner, value in zip(call.outputs, call.inner, outputs_of(call.outputs, result), strict=True):
+        array = real_numbers(name, value)
         if array.shape != lead + inner:
             raise ValueError(f"returned {name} of shape {array.shape}, expected {lead + inner}")
         arrays.append(array)
@@ -324,13 +406,16 @@ def _checked(call: Call, n: int | None, result: Any) -> list[NDArray[Any]]:
 def _one_by_one(call: Call, n: int, inputs: Sequence[Any], bundle: Bundle) -> list[NDArray[Any]]:
     outputs = [np.full((n, *inner), np.nan) for inner in call.inner]
     for i in range(n):
+        params = own_params(call.params)
         try:
             if call.batch:
-                one = call.function(*(x[i : i + 1] for x in inputs), **call.params)
+                one = call.function(*(x[i : i + 1] for x in inputs), **params)
                 made = [x[0] for x in _checked(call, 1, one)]
             else:
-                made = _checked(call, None, call.function(*(_plain(x[i]) for x in inputs), **call.params))
-        except Exception as error:  # a user's kernel may raise anything; it must not stop the other slices
+                made = _checked(call, None, call.function(*(_plain(x[i]) for x in inputs), **params))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's kernel may raise anything, SystemExit too; the other slices go on
             bundle.failures[i, call.name] = f"{type(error).__name__}: {error}"
             continue
         for array, value in zip(outputs, made, strict=True):
@@ -348,13 +433,18 @@ def _fill_status(call: Call, bundle: Bundle, inputs: Sequence[tuple[Any, NDArray
     n = bundle.n
     own = np.zeros(n, np.uint8)
     if call.status is not None:
-        own = np.asarray(call.status(*bundle.values.values()), np.uint8).reshape(n).copy()
+        try:
+            own = np.asarray(call.status(*bundle.values.values()), np.uint8).reshape(n).copy()
+        except Exception as error:  # what cannot be judged is not stored as if it were good
+            reason = f"its status: {type(error).__name__}: {error}"
+            bundle.failures.update({(i, call.name): reason for i in range(n)})
+            bundle.values = {name: np.full_like(values, np.nan) for name, values in bundle.values.items()}
     inherited = np.zeros(n, np.uint8)
     for _, status in inputs:
         explains = ~np.isin(status, (Status.OK, Status.FELL_BACK, Status.INGESTED, MISSING))
         inherited = np.where((inherited == 0) & explains, status, inherited).astype(np.uint8)
     failed = np.zeros(n, bool)
-    failed[[i for i, _ in bundle.failures]] = True
+    failed[[i for i, kernel in bundle.failures if kernel == call.name]] = True
     non_finite: NDArray[np.bool_] | None = None
     for name, values in bundle.values.items():
         nan = np.isnan(values.reshape(n, -1)).any(axis=1) if values.size else np.zeros(n, bool)
@@ -381,21 +471,26 @@ def read_span(
     shape = (slices.rows, slices.cols)
     states = {name: stream.start(shape, slices.dtype) for name, stream in streams.items()}
     pieces = slices.digest_pieces(start, stop) if digest else None
-    with blas_threads(1):
-        for block in slices.blocks(start, stop, read_size, pieces):
-            for name, stream in streams.items():
-                states[name] = stream.update(states[name], block)
+    try:
+        with blas_threads(1):
+            for block in slices.blocks(start, stop, read_size, pieces):
+                for name, stream in streams.items():
+                    states[name] = stream.update(states[name], block)
+    except _UNREADABLE as error:
+        return {"error": error}
     hashes = pieces.hashes() if pieces is not None else []
     return {"states": states, "pieces": hashes, "seconds": time.perf_counter() - started}
 
 
 def take_digests(weights: Bundle) -> Bundle:
     """Return the digests alone, so that what is collected does not hold the weights."""
-    return Bundle(weights.n, digests=weights.digests, seconds=weights.seconds)
+    return Bundle(weights.n, digests=weights.digests, seconds=weights.seconds, error=weights.error)
 
 
 def merge_spans(streams: Mapping[str, Streamed], first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Add the states of the next span to those of the spans before it, in place."""
+    if "error" in first or "error" in second:
+        return first if "error" in first else second
     states = first["states"]
     for name, stream in streams.items():
         states[name] = stream.merge(states[name], second["states"].pop(name))
@@ -407,21 +502,28 @@ def merge_spans(streams: Mapping[str, Streamed], first: dict[str, Any], second: 
 
 
 def take_state(name: str, merged: dict[str, Any]) -> Any:
-    """Return one kernel's merged state."""
-    return merged["states"][name]
+    """Return one kernel's merged state, or the error that came instead."""
+    return merged["error"] if "error" in merged else merged["states"][name]
 
 
 def streamed_digest(slices: Slices, linked: bool, wide: bool, merged: dict[str, Any]) -> Bundle:
     """Return the digest of a streamed slice; a wide one is read again, in the order of its bytes."""
+    if "error" in merged:
+        return Bundle(1, error=merged["error"])
     digests = None
-    if linked:
-        digests = [slices.digest()] if wide else [slices.combine(merged["pieces"])]
+    try:
+        if linked:
+            digests = [slices.digest()] if wide else [slices.combine(merged["pieces"])]
+    except _UNREADABLE as error:
+        return Bundle(1, error=error)
     return Bundle(1, digests=digests, seconds={"reading": merged["seconds"]})
 
 
 def finish(call: Call, stream: Streamed, slices: Slices, read_size: int, state: Any) -> Bundle:
     """Return a streaming kernel's outputs from its merged state."""
     started = time.perf_counter()
+    if isinstance(state, Exception):
+        return Bundle(1, error=state)
     bundle = Bundle(1)
 
     def reread() -> Iterator[NDArray[Any]]:
@@ -429,7 +531,9 @@ def finish(call: Call, stream: Streamed, slices: Slices, read_size: int, state: 
 
     try:
         with blas_threads(call.blas_threads):
-            outputs = _checked(call, None, stream.finish(state, reread, call.params))
+            outputs = _checked(call, None, stream.finish(state, reread, own_params(call.params)))
+    except _UNREADABLE as error:
+        return Bundle(1, error=error)
     except Exception as error:  # as in a batch: one slice must not stop the others
         bundle.failures[0, call.name] = f"{type(error).__name__}: {error}"
         outputs = [np.full(inner, np.nan) for inner in call.inner]
@@ -444,6 +548,9 @@ def collect(n: int, kept: tuple[tuple[str, ...], ...], *bundles: Bundle) -> Bund
 
     The bundles beyond those of `kept` bring digests.
     """
+    for bundle in bundles:
+        if bundle.error is not None:
+            return Bundle(n, error=bundle.error)
     result = Bundle(n)
     for names, bundle in zip(kept, bundles, strict=False):
         for name in names:
@@ -457,20 +564,21 @@ def collect(n: int, kept: tuple[tuple[str, ...], ...], *bundles: Bundle) -> Bund
     return result
 
 
-def batches(parts: Iterator[Block], seconds: float, workers: int) -> Iterator[list[Block]]:
-    """Yield runs of blocks that take about `seconds` on `workers`, whole models where they fit.
+def batches(parts: Iterator[Block], seconds: float, workers: int, nbytes: int) -> Iterator[list[Block]]:
+    """Yield runs of blocks that take about `seconds` on `workers` and `nbytes` here, whole models where they fit.
 
     A block that may not run beside others (streamed, or over a worker's share of the budget) is a batch of its own.
     """
     batch: list[Block] = []
-    total = 0.0
+    total, held = 0.0, 0
     for block in parts:
         same = bool(batch) and batch[-1].group.model_id == block.group.model_id
-        full = total + block.seconds > seconds * workers * (2 if same else 1)
+        full = total + block.seconds > seconds * workers * (2 if same else 1) or held + block.nbytes > nbytes
         if batch and (block.alone or batch[-1].alone or full):
             yield batch
-            batch, total = [], 0.0
+            batch, total, held = [], 0.0, 0
         batch.append(block)
         total += block.seconds
+        held += block.nbytes
     if batch:
         yield batch

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from dataclasses import replace as _replaced
 from hashlib import blake2b
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from diffract_dask.codehash import code_version
 from diffract_dask.errors import (
     CircularDependencyError,
     ConfigurationError,
     FieldNotFoundError,
+    KernelError,
     KernelNotFoundError,
     KernelRegistrationError,
     did_you_mean,
@@ -32,10 +35,12 @@ __all__ = [
     "Keys",
     "Registry",
     "Streamed",
+    "after_failure",
     "canonical_json",
     "kernel",
     "mix",
     "model_key",
+    "own_params",
 ]
 
 WEIGHTS = "weights"
@@ -141,7 +146,7 @@ class Kernel:
                     f"kernel {self.name!r} has no parameter {key!r}; {found}.{did_you_mean(key, merged)}"
                 )
             merged[key] = value
-        return merged
+        return own_params(merged)
 
     def root(self, params: Mapping[str, Any] | None = None) -> np.uint64:
         """Return the hash of name, version and parameters: the first input of every key of this kernel."""
@@ -153,6 +158,14 @@ class Kernel:
                 f"kernel {self.name!r}: parameters must be JSON values (numbers, strings, lists, null); {error}"
             ) from error
         return np.uint64(int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little"))
+
+
+def own_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of parameters that can be changed without changing the original: lists, dicts and arrays too."""
+    return {
+        key: value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
+        for key, value in params.items()
+    }
 
 
 def canonical_json(value: Any) -> str:
@@ -221,13 +234,15 @@ def kernel(
     def declare(func: F) -> F:
         label = name or func.__name__
         inputs, defaults = _signature(func, label)
+        made = dict(outputs) or {label: Field(long_name=label.replace("_", " "))}
+        form = repr(([(output, f.dims) for output, f in made.items()], level, batch))
         declared = Kernel(
             name=label,
             function=func,
-            outputs=MappingProxyType(dict(outputs) or {label: Field(long_name=label.replace("_", " "))}),
+            outputs=MappingProxyType(made),
             inputs=inputs,
             defaults=MappingProxyType(defaults),
-            version=version if version is not None else _code_hash(func, label),
+            version=version if version is not None else code_version(func, label, form),
             level=level,
             batch=batch,
             blocks=blocks,
@@ -266,86 +281,6 @@ def _signature(func: Callable[..., Any], label: str) -> tuple[tuple[str, ...], d
     return tuple(inputs), defaults
 
 
-def _code_hash(func: Callable[..., Any], label: str) -> str:
-    """Return a version for a user's kernel: the hash of its code and of what that code refers to.
-
-    Its closure, the functions of the same module that it calls and the plain global values that it reads count;
-    other modules do not, nor do comments, the docstring and defaults (which are parameters).
-    """
-    digest = blake2b(digest_size=8)
-    seen: set[int] = set()
-    try:
-        for text in _described_function(func, seen) if isinstance(func, FunctionType) else _described(func, "", seen):
-            digest.update(text.encode() + b"\n")
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise KernelRegistrationError(
-            f"kernel {label!r}: its code refers to an object that cannot be hashed ({error}); state its version: "
-            "@kernel(…, version=1)"
-        ) from error
-    return "code:" + digest.hexdigest()
-
-
-def _described_function(func: FunctionType, seen: set[int]) -> Iterator[str]:
-    seen.add(id(func))
-    code = func.__code__
-    yield from _described_code(code, func.__module__, seen, skip_first=code.co_consts[:1] == (func.__doc__,))
-    for cell in func.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue
-        yield from _described(content, func.__module__, seen)
-    for name in sorted(_names(code) & func.__globals__.keys()):
-        value = func.__globals__[name]
-        if isinstance(value, (*_PLAIN, np.ndarray, tuple, list, dict, set, frozenset, FunctionType)):
-            yield name
-            yield from _described(value, func.__module__, seen)
-
-
-def _described_code(code: CodeType, module: str, seen: set[int], *, skip_first: bool = False) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr((code.co_names, code.co_varnames, code.co_freevars))
-    for const in code.co_consts[skip_first:]:
-        yield from _described(const, module, seen)
-
-
-def _names(code: CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names(const) for const in code.co_consts if isinstance(const, CodeType)))
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), np.generic)
-
-
-def _described(value: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """Yield text that is equal for equal values in every process: no addresses, no order of sets."""
-    if isinstance(value, _PLAIN):
-        yield repr(value)
-    elif isinstance(value, CodeType):
-        yield from _described_code(value, module, seen)
-    elif isinstance(value, FunctionType) and value.__module__ == module:
-        yield value.__qualname__
-        if id(value) not in seen:
-            yield from _described((value.__defaults__, value.__kwdefaults__), module, seen)
-            yield from _described_function(value, seen)
-    elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
-        yield f"{value.__module__}.{value.__qualname__}"
-    elif isinstance(value, ModuleType):
-        yield value.__name__
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        yield f"{value.dtype.str}{value.shape}{blake2b(value.tobytes(), digest_size=16).hexdigest()}"
-    elif isinstance(value, (tuple, list)):
-        yield f"{type(value).__name__} {len(value)}"
-        for item in value:
-            yield from _described(item, module, seen)
-    elif isinstance(value, (set, frozenset)):
-        yield repr(sorted("\n".join(_described(item, module, seen)) for item in value))
-    elif isinstance(value, dict):
-        yield repr(sorted("\n".join(_described(item, module, seen)) for item in value.items()))
-    else:
-        yield f"{type(value).__module__}.{type(value).__qualname__}"
-        yield blake2b(pickle.dumps(value, protocol=5), digest_size=16).hexdigest()
-
-
 class Registry:
     """The kernels of one session, by name, with the producer of each field.
 
@@ -359,6 +294,7 @@ class Registry:
         self.kernels: dict[str, Kernel] = {}
         self._producer: dict[str, str] = {}
         self.config: dict[str, dict[str, Any]] = {}
+        self.variants: dict[str, tuple[str, dict[str, Any]]] = {}
         for item in kernels:
             self.add(item)
 
@@ -368,10 +304,11 @@ class Registry:
         other.kernels = dict(self.kernels)
         other._producer = dict(self._producer)
         other.config = {name: dict(params) for name, params in self.config.items()}
+        other.variants = dict(self.variants)
         return other
 
     def add(self, item: Kernel | Callable[..., Any], *, replace: bool = False) -> Kernel:
-        """Add a kernel; with ``replace=True`` in place of one of the same name.
+        """Add a kernel; with ``replace=True`` in place of one of the same name, whose variants are made anew.
 
         Raises
         ------
@@ -402,11 +339,35 @@ class Registry:
         for other in kernels.values():
             _check_inputs(other, kernels, producer, new)
         _order(kernels, producer, [new.name])
-        self.kernels, self._producer = kernels, producer
+        self._take(new, kernels, producer)
         return new
 
-    def variant(self, kernel_name: str, field_name: str, **params: Any) -> Kernel:
-        """Add a copy of a single-output kernel with other defaults, which produces the field `field_name`."""
+    def _take(self, new: Kernel, kernels: dict[str, Kernel], producer: dict[str, str]) -> None:
+        """Put `new` in force, with its variants made anew; or leave everything as it was."""
+        before = self.kernels, self._producer, self.config, self.variants
+        self.kernels, self._producer = kernels, producer
+        self.variants = {name: made for name, made in before[3].items() if name != new.name}
+        known = {key: value for key, value in self.config.get(new.name, {}).items() if key in new.defaults}
+        self.config = {**self.config, new.name: known}
+        try:
+            for name, (original, params) in before[3].items():
+                if original == new.name:
+                    self.make_variant(original, name, params, replace=True)
+        except (KernelError, ConfigurationError) as error:
+            self.kernels, self._producer, self.config, self.variants = before
+            raise KernelRegistrationError(f"kernel {new.name!r} cannot replace the present one: {error}") from error
+
+    def variant(self, kernel_name: str, field_name: str, /, **params: Any) -> Kernel:
+        """Add a copy of a single-output kernel with other defaults, which produces the field `field_name`.
+
+        Parameters that are not given are those in force now. When the kernel is replaced, so is the variant.
+        """
+        return self.make_variant(kernel_name, field_name, params)
+
+    def make_variant(
+        self, kernel_name: str, field_name: str, params: Mapping[str, Any], *, replace: bool = False
+    ) -> Kernel:
+        """Add a variant; with ``replace=True`` in place of a kernel of the same name."""
         original = self.kernel(kernel_name)
         if len(original.outputs) != 1:
             raise KernelRegistrationError(
@@ -414,19 +375,20 @@ class Registry:
             )
         (declared,) = original.outputs.values()
         shown = ", ".join(f"{k}={v!r}" for k, v in params.items())
-        return self.add(
-            replace(
-                original,
-                name=field_name,
-                outputs=MappingProxyType({field_name: _renamed(declared, f"{declared.long_name} ({shown})")}),
-                defaults=MappingProxyType(original.parameters(params)),
-                version=f"{original.name}:{original.version}",
-            )
+        made = _replaced(
+            original,
+            name=field_name,
+            outputs=MappingProxyType({field_name: _replaced(declared, long_name=f"{declared.long_name} ({shown})")}),
+            defaults=MappingProxyType(self.params(kernel_name, {kernel_name: params})),
+            version=f"{original.name}:{original.version}",
         )
+        self.add(made, replace=replace)
+        self.variants[field_name] = (kernel_name, own_params(params))
+        return made
 
     def configure(self, kernel_name: str, **params: Any) -> dict[str, Any]:
         """Set parameters of a kernel for this registry and return all of its parameters."""
-        merged = {**self.config.get(kernel_name, {}), **params}
+        merged = own_params({**self.config.get(kernel_name, {}), **params})
         self.kernel(kernel_name).root(merged)
         self.config[kernel_name] = merged
         return self.params(kernel_name)
@@ -508,10 +470,6 @@ def _check_inputs(one: Kernel, kernels: Mapping[str, Kernel], producer: Mapping[
             )
 
 
-def _renamed(declared: Field, long_name: str) -> Field:
-    return replace(declared, long_name=long_name)
-
-
 def _order(kernels: Mapping[str, Kernel], producer: Mapping[str, str], wanted: Sequence[str]) -> list[str]:
     """Return `wanted` and what it depends on in topological order (depth first, no recursion limit in practice)."""
     done: dict[str, None] = {}
@@ -537,6 +495,7 @@ def _order(kernels: Mapping[str, Kernel], producer: Mapping[str, str], wanted: S
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FAILED = np.uint64(0xFA11ED)
 
 
 def _scramble(x: Keys) -> Keys:
@@ -571,6 +530,18 @@ def mix(root: np.uint64, inputs: Sequence[Keys]) -> Keys:
     state[state == 0] = 1
     state[~known] = 0
     return state
+
+
+def after_failure(keys: Keys, failed: NDArray[np.bool_]) -> Keys:
+    """Return the keys of inputs as those see them that depend on them: other ones where the input's kernel raised.
+
+    A kernel that raised keeps its key, so that it does not run again by itself. What was computed from its NaN must
+    be computed anew as soon as there is a value.
+    """
+    if not failed.any():
+        return keys
+    marked = _scramble(keys ^ _FAILED) | np.uint64(1)
+    return np.where(failed & (keys != 0), marked, keys)
 
 
 def model_key(root: np.uint64, names: Sequence[str], inputs: Sequence[Keys]) -> np.uint64:

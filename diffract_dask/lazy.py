@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from diffract_dask import graph
 from diffract_dask.kernel import Kernel
 from diffract_dask.modellevel import evaluate
-from diffract_dask.plan import Plan, field_attrs
-from diffract_dask.view import public_attrs
+from diffract_dask.plan import Plan, field_attrs, labels
 
 if TYPE_CHECKING:
     from diffract_dask.store import Store
@@ -32,63 +31,72 @@ Lazy = tuple[tuple[str, ...], str, tuple[tuple[int, ...], ...]]
 def lazy_dataset(plan: Plan, store: Store) -> xr.Dataset:
     """Return the requested fields as lazy arrays over (model_id, name).
 
-    Stored values are read, missing ones computed, in one graph with a layer per kernel; a `scatter` task per
-    model puts them in place. Nothing is stored.
+    Stored values are read, missing ones computed, in one graph with a layer per kernel; one task per field and model
+    puts them in place. What is selected runs, and nothing else. Nothing is stored.
     """
     view, cells = plan.view, plan.cells
-    token = uuid4().hex[:8]
-    keep = {name: tuple(step.kernel.outputs) for name, step in plan.steps.items()}
-    fields = _needed_fields(plan)
-    keep = {name: tuple(f for f in outputs if f in fields) for name, outputs in keep.items()}
+    tokens = uuid4().hex[:8], f"scatter-{uuid4().hex[:8]}"  # of the kernels' layers, and of those that put in place
     layers: dict[str, dict[Any, Any]] = {}
-    places: dict[int, dict[tuple[str, int], Place]] = {}
+    places: dict[int, dict[int, Place]] = {}
+    kernels: dict[int, tuple[str, ...]] = {}
     order = np.argsort(cells.of, kind="stable")
     edges = np.searchsorted(cells.of[order], np.arange(cells.n_classes + 1))
-    for block in graph.blocks(plan, store, token=token, keep=keep):
+    for block in graph.blocks(plan, store, token=tokens[0], keep={}):
+        number = block.key[1]
+        kernels[number] = block.group.kernels
         for key, task in block.tasks.items():
-            layers.setdefault(key[0], {})[key] = task
+            if key != block.key:
+                layers.setdefault(key[0], {})[key] = task
         for i, label in enumerate(block.classes):
             for cell in order[edges[label] : edges[label + 1]]:
                 table = places.setdefault(int(cells.model[cell]), {})
-                at, index = table.setdefault(block.key, (np.empty(0, np.intp), np.empty(0, np.intp)))
-                table[block.key] = (np.append(at, cells.name[cell]), np.append(index, i))
-    models = np.flatnonzero(np.isin(np.arange(len(view.model_ids)), cells.model[plan.scope]))
-    widths = {name: _width(plan, name) for name in fields}
-    scatter = f"scatter-{token}"
-    layers[scatter] = {}
-    for row, model in enumerate(models):
-        here = places.get(int(model), {})
-        held = {name: _held(plan, store, name, int(model)) for name in fields}
-        key = (scatter, row)
-        layers[scatter][key] = Task(
-            key,
-            _scatter,
-            len(view.names),
-            widths,
-            held,
-            plan.scope[cells.lookup[model]] & (cells.lookup[model] >= 0),
-            tuple(here.values()),
-            *(TaskRef(block) for block in here),
-        )
-    arrays = _slice_arrays(plan, layers, scatter, widths, len(models))
-    arrays |= _model_arrays(plan, layers, scatter, models)
-    dependencies = _dependencies(layers)
-    whole = HighLevelGraph({name: MaterializedLayer(layer) for name, layer in layers.items()}, dependencies)
-    variables = {}
+                at, index = table.get(number, (np.empty(0, np.intp), np.empty(0, np.intp)))
+                table[number] = (np.append(at, cells.name[cell]), np.append(index, i))
+    models = view.order[np.isin(view.order, cells.model[plan.scope])]
+    arrays: dict[str, Lazy] = {}
+    for name in _needed_fields(plan):
+        producer = plan.registry.producer(name).name
+        dims, widths = plan.registry.field(name).dims, _width(plan, name)
+        layer = f"{name}-{tokens[1]}"
+        layers[layer] = {}
+        for row, model in enumerate(map(int, models)):
+            scope = plan.scope[cells.lookup[model]] & (cells.lookup[model] >= 0)
+            here = {number: at for number, at in places.get(model, {}).items() if producer in kernels[number]}
+            refs = [TaskRef((f"{producer}-{tokens[0]}", number)) for number in here]
+            held = _held(plan, store, name, model)
+            key = (layer, row, 0, *(0 for _ in dims))
+            layers[layer][key] = Task(key, _scatter, name, widths, held, scope, tuple(here.values()), *refs)
+        chunks = ((1,) * len(models), (len(view.names),), *((size,) for size in widths))
+        if name in plan.fields:
+            arrays[name] = (("model_id", "name", *dims), layer, chunks)
+    arrays |= _model_arrays(plan, layers, tokens, models)
+    return _dataset(plan, layers, {name: arrays[name] for name in plan.fields}, models)
+
+
+def _dataset(
+    plan: Plan, layers: dict[str, dict[Any, Any]], arrays: Mapping[str, Lazy], models: NDArray[np.intp]
+) -> xr.Dataset:
+    view, cells = plan.view, plan.cells
+    whole = HighLevelGraph({name: MaterializedLayer(layer) for name, layer in layers.items()}, _dependencies(layers))
+    there = cells.lookup >= 0
+    there[there] = plan.scope[cells.lookup[there]]
+    used = there.any(axis=0)
+    size = {"sval": np.minimum(view.rows, view.cols), "row": view.rows, "col": view.cols}
+    variables: dict[str, Any] = {}
     for name, (dims, layer, chunks) in arrays.items():
         kernel = plan.registry.producer(name)
         params = (plan.steps.get(kernel.name) or plan.model_steps[kernel.name]).params
-        array = da.Array(whole, layer, chunks, np.float64)  # type: ignore[no-untyped-call]
-        variables[name] = (dims, array, public_attrs(field_attrs(kernel, name, params)))
-    coords = {
-        "model_id": np.array([view.model_ids[i] for i in models], object),
-        "name": np.array(view.names, object),
-        "step": ("model_id", view.step[models]),
-    }
-    used = np.zeros(len(view.names), bool)
-    used[cells.name[plan.scope]] = True
-    dataset = xr.Dataset(variables, coords)
-    return dataset if used.all() else dataset.isel(name=np.flatnonzero(used))
+        array = da.empty(tuple(map(sum, chunks)))  # without models: Dask has no chunks of no blocks
+        if len(models):
+            array = da.Array(whole, layer, chunks, np.float64)  # type: ignore[no-untyped-call]
+        variables[name] = (dims, array, labels(field_attrs(kernel, name, params)))
+        if len(dims) == 3:
+            about = {"long_name": f"Number of values of {name}", "units": "1"}
+            variables[f"{name}_size"] = (dims[:2], np.where(there, size[dims[2]], 0)[models], about)
+    every = xr.Dataset(variables, {"name": np.array(view.names, object)})
+    columns = np.flatnonzero(used)
+    chosen = every if used.all() else every.isel(name=columns)
+    return chosen.assign_coords(xr.Coordinates(view.coordinates(models, columns)))
 
 
 def _needed_fields(plan: Plan) -> list[str]:
@@ -118,46 +126,32 @@ def _held(plan: Plan, store: Store, name: str, model: int) -> tuple[NDArray[np.i
     if not len(cells):
         return at, ()
     if plan.registry.field(name).dims:
-        models, names = plan.cells.model[source], plan.cells.name[source]
-        rows = plan.view.row[models, names]
-        return at, _Stored(store, name, [plan.view.model_ids[i] for i in models], rows)
+        stored = graph.StoredArrays(plan, store, name, source)
+        return at, stored.read() if store.in_memory else stored  # workers could not reach it there
     return at, plan.view.values[name][plan.cells.model[source], plan.cells.name[source]]
 
 
-class _Stored:
-    """Array values to be read from the store inside a task."""
-
-    def __init__(self, store: Store, name: str, models: list[str], rows: NDArray[Any]) -> None:
-        self.store, self.name, self.models, self.rows = store, name, models, rows
-
-    def read(self) -> list[NDArray[Any]]:
-        """Return one array per position."""
-        return [self.store.arrays(model, self.name, self.rows[i : i + 1])[0] for i, model in enumerate(self.models)]
-
-
 def _scatter(
-    n: int,
-    widths: Mapping[str, tuple[int, ...]],
-    held: Mapping[str, tuple[NDArray[np.intp], Any]],
+    name: str,
+    widths: tuple[int, ...],
+    held: tuple[NDArray[np.intp], Any],
     scope: NDArray[np.bool_],
     places: tuple[Place, ...],
     *bundles: graph.Bundle,
-) -> dict[str, NDArray[np.float64]]:
-    """Return the fields of one model as rows of shape (1, n, …), NaN where there is nothing."""
-    rows: dict[str, NDArray[np.float64]] = {}
-    for name, inner in widths.items():
-        row = np.full((n, *inner), np.nan)
-        at, stored = held[name]
-        values = stored.read() if isinstance(stored, _Stored) else stored
-        for position, value in zip(at, values, strict=True):
-            _place(row, position, value)
-        for (to, index), bundle in zip(places, bundles, strict=True):
-            if name in bundle.values:
-                for position, i in zip(to, index, strict=True):
-                    _place(row, position, bundle.values[name][i])
-        row[~scope] = np.nan
-        rows[name] = row[np.newaxis]
-    return rows
+) -> NDArray[np.float64]:
+    """Return one field of one model as a row of shape (1, n, …), NaN where there is nothing."""
+    row = np.full((len(scope), *widths), np.nan)
+    at, stored = held
+    values = stored.read() if isinstance(stored, graph.StoredArrays) else stored
+    for position, value in zip(at, values, strict=True):
+        _place(row, position, value)
+    for (to, index), bundle in zip(places, bundles, strict=True):
+        if bundle.error is not None:
+            raise bundle.error
+        for position, i in zip(to, index, strict=True):
+            _place(row, position, bundle.values[name][i])
+    row[~scope] = np.nan
+    return row[np.newaxis]
 
 
 def _place(row: NDArray[np.float64], position: int, value: Any) -> None:
@@ -166,44 +160,32 @@ def _place(row: NDArray[np.float64], position: int, value: Any) -> None:
     row[place] = value
 
 
-def _slice_arrays(
-    plan: Plan, layers: dict[str, dict[Any, Any]], scatter: str, widths: Mapping[str, tuple[int, ...]], m: int
-) -> dict[str, Lazy]:
-    arrays: dict[str, Lazy] = {}
-    n = len(plan.view.names)
-    for name in plan.fields:
-        declared = plan.registry.field(name)
-        if plan.registry.producer(name).level != "slice":
-            continue
-        layer = f"{name}-{scatter}"
-        layers[layer] = {}
-        for row in range(m):
-            key = (layer, row, 0, *(0 for _ in declared.dims))
-            layers[layer][key] = Task(key, _pick, name, TaskRef((scatter, row)))
-        chunks = ((1,) * m, (n,), *((size,) for size in widths[name]))
-        arrays[name] = (("model_id", "name", *declared.dims), layer, chunks)
-    return arrays
-
-
 def _pick(name: str, rows: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
     return rows[name]
 
 
 def _model_arrays(
-    plan: Plan, layers: dict[str, dict[Any, Any]], scatter: str, models: NDArray[np.intp]
+    plan: Plan, layers: dict[str, dict[Any, Any]], tokens: tuple[str, str], models: NDArray[np.intp]
 ) -> dict[str, Lazy]:
     arrays: dict[str, Lazy] = {}
+    token, scatter = tokens
     cells = plan.cells
     where: dict[str, str] = {}
     for step in plan.model_steps.values():
-        layer = f"{step.kernel.name}-{scatter}"
+        layer = f"{step.kernel.name}-{token}"
         layers[layer] = {}
-        for row, model in enumerate(models):
-            names = cells.name[cells.of_model(int(model), cells.canonical & (plan.whole_models | plan.scope))]
-            refs = [
-                TaskRef((where[name], row)) if name in where else TaskRef((scatter, row)) for name in step.kernel.inputs
-            ]
+        for row, model in enumerate(map(int, models)):
             key = (layer, row)
+            if not step.run[model]:
+                stored = [name for name in step.kernel.outputs if name in plan.view.model_values]
+                known = {name: plan.view.model_values[name][model : model + 1] for name in stored}
+                layers[layer][key] = Task(key, dict, known)
+                continue
+            names = cells.name[cells.of_model(model, plan.members)]
+            refs = [
+                TaskRef((where[name], row) if name in where else (f"{name}-{scatter}", row, 0))
+                for name in step.kernel.inputs
+            ]
             layers[layer][key] = Task(key, _evaluate_row, step.kernel, dict(step.params), names, *refs)
         for output in step.kernel.outputs:
             where[output] = layer
@@ -218,13 +200,16 @@ def _model_arrays(
 
 
 def _evaluate_row(
-    kernel: Kernel, params: dict[str, Any], names: NDArray[np.intp], *sources: Mapping[str, NDArray[np.float64]]
+    kernel: Kernel, params: dict[str, Any], names: NDArray[np.intp], *sources: Any
 ) -> dict[str, NDArray[np.float64]]:
-    """Return the outputs of a model-level kernel for one model, each of shape (1,)."""
-    inputs: list[Any] = []
-    for name, source in zip(kernel.inputs, sources, strict=True):
-        values = source[name]
-        inputs.append(float(values[0]) if values.ndim == 1 else values[0, names])
+    """Return the outputs of a model-level kernel for one model, each of shape (1,).
+
+    A source is a row of a slice-level field, or the outputs of a model-level kernel.
+    """
+    inputs = [
+        float(source[name][0]) if isinstance(source, Mapping) else source[0, names]
+        for name, source in zip(kernel.inputs, sources, strict=True)
+    ]
     return {name: np.array([result[0]]) for name, result in evaluate(kernel, params, inputs).items()}
 
 

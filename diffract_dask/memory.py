@@ -20,7 +20,7 @@ from diffract_dask.errors import OverBudgetError
 from diffract_dask.fields import Field
 from diffract_dask.kernel import WEIGHTS, Kernel
 
-__all__ = ["Layout", "Resources", "available_bytes", "layout", "resources", "route", "show"]
+__all__ = ["Layout", "Resources", "available_bytes", "field_bytes", "layout", "resources", "route", "show"]
 
 Call = tuple[Kernel, Mapping[str, Any]]
 
@@ -74,6 +74,8 @@ class Layout:
         Spans that run at once (1 if whole).
     at_once : int
         Blocks that run at once.
+    read_bytes : int
+        What a streaming task reads at a time.
     peak_bytes : int
         Projected peak of the group's tasks.
     seconds : float
@@ -84,6 +86,7 @@ class Layout:
     per_block: int
     spans: int
     at_once: int
+    read_bytes: int
     peak_bytes: int
     seconds: float
 
@@ -133,7 +136,7 @@ def resources(settings: Mapping[str, Any] | None = None) -> Resources:
         limit = min(limits) * processes if limits else available_bytes()
         budget = config.parse_size(wanted) if wanted is not None else int(0.6 * limit)
         return Resources(max(1, threads), processes, budget, True)
-    count = config.get("threads", settings) or _cores()
+    count = config.number("threads", settings) or _cores()
     budget = config.parse_size(wanted) if wanted is not None else int(0.6 * available_bytes())
     return Resources(int(count), 1, budget, False)
 
@@ -175,14 +178,18 @@ def layout(
     """
     reading = [(kernel, params) for kernel, params in calls if WEIGHTS in kernel.inputs]
     weights = rows * cols * dtype.itemsize if reading else 0
-    outputs = sum(_field_bytes(f, rows, cols) for kernel, _ in calls for f in kernel.outputs.values())
+    outputs = sum(field_bytes(f, rows, cols) for kernel, _ in calls for f in kernel.outputs.values())
     seconds = _seconds(reading, rows, cols, dtype)
     streamable = bool(reading) and all(kernel.blocks is not None for kernel, _ in reading)
 
     piece = min(weights, _PIECE_BYTES) if linked else 0
 
     def whole(count: int) -> int:
-        return piece + count * (weights + outputs) + max((_workspace(k, count, rows, cols, dtype) for k, _ in calls), default=0)
+        return (
+            piece
+            + count * (weights + outputs)
+            + max((_workspace(k, count, rows, cols, dtype) for k, _ in calls), default=0)
+        )
 
     large = weights > config.parse_size(config.get("stream-above", settings))
     if streamable and (large or whole(1) * have.workers > have.budget):
@@ -200,7 +207,7 @@ def layout(
     per_block = max(1, min(per_block, balanced))
     while per_block > 1 and whole(per_block) * at_once > have.budget:
         per_block = (per_block + 1) // 2
-    return Layout(False, per_block, 1, at_once, whole(per_block) * at_once, seconds)
+    return Layout(False, per_block, 1, at_once, 0, whole(per_block) * at_once, seconds)
 
 
 def _streamed(
@@ -217,7 +224,8 @@ def _streamed(
     needs = [kernel.blocks.workspace((rows, cols), dtype) for kernel, _ in reading if kernel.blocks is not None]
     state = sum(need[0] for need in needs)
     finish = max(need[1] for need in needs)
-    buffers = _READ_BUFFERS * max(config.parse_size(config.get("read-size", settings)), min(rows, cols) * 8)
+    read_bytes = config.parse_size(config.get("read-size", settings))
+    buffers = _READ_BUFFERS * max(read_bytes, min(rows, cols) * 8)
 
     def peak(spans: int) -> int:
         return max(spans * (state + buffers), state + finish + outputs)
@@ -233,7 +241,7 @@ def _streamed(
             f"{show(have.per_process)} per process. Raise the setting memory-budget, give workers more memory, or "
             "leave these parameters out with session.filter(…)"
         )
-    return Layout(True, 1, spans, 1, peak(spans), seconds)
+    return Layout(True, 1, spans, 1, read_bytes, peak(spans), seconds)
 
 
 def route(kernel: Kernel, params: Mapping[str, Any], rows: int, cols: int, dtype: np.dtype[Any], chosen: Layout) -> str:
@@ -247,7 +255,8 @@ def route(kernel: Kernel, params: Mapping[str, Any], rows: int, cols: int, dtype
     return "whole" if kernel.batch else "whole, per slice"
 
 
-def _field_bytes(declared: Field, rows: int, cols: int) -> int:
+def field_bytes(declared: Field, rows: int, cols: int) -> int:
+    """Return the size of one slice's value of a field."""
     size = {"sval": min(rows, cols), "row": rows, "col": cols}
     return 8 * math.prod(size[dim] for dim in declared.dims)
 

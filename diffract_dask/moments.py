@@ -240,12 +240,12 @@ def _measure(x: NDArray[Any], axis: int | None) -> _Piece:
     if x.dtype not in (np.float32, np.float64):
         x = x.astype(np.float32 if narrow else np.float64)
     g, length = x.shape
-    low, high = np.float64(x.min(axis)), np.float64(x.max(axis))
+    low, high = _float64(x.min(axis)), _float64(x.max(axis))
     count, finite = np.full(g, float(length)), None
     if not (isfinite(high - low) if axis is None else np.isfinite(high - low).all()):
         finite = np.isfinite(x)
-        low = np.float64(np.where(finite, x, np.inf).min(axis))
-        high = np.float64(np.where(finite, x, -np.inf).max(axis))
+        low = _float64(np.where(finite, x, np.inf).min(axis))
+        high = _float64(np.where(finite, x, -np.inf).max(axis))
         x = np.where(finite, x, np.ones((), x.dtype))
         count = finite.sum(axis=-1).astype(np.float64)
     zeros = _zeros(x, axis)
@@ -269,6 +269,11 @@ def _measure(x: NDArray[Any], axis: int | None) -> _Piece:
         shift = sums[:, 0, 0] / np.maximum(count, 1.0)
         values -= shift[:, None]
     return _Piece(low, high, zeros, exponent, count, np.zeros(g) if shift is None else shift, sums)
+
+
+def _float64(x: Any) -> Any:
+    """Return a number or array as float64 of the same shape; before NumPy 2.4 ``np.float64`` drops an axis of length 1."""
+    return np.asarray(x, np.float64)[()]
 
 
 def _zeros(x: NDArray[Any], axis: int | None) -> Any:

@@ -1,130 +1,35 @@
 """What to run: which kernels, on which slices, by which route, in how much memory, and why.
 
-Cells of the (model_id, name) table with equal content form one *class*: tied parameters, frozen layers of a
-fork, the same file added twice. Keys depend on content alone, so everything is decided once per class; values
-that the store holds for any cell of a class are copied to the others, and only the rest is computed.
+Everything is decided once per class of equal content (:mod:`diffract_dask.cells`): values that the store holds for
+any cell of a class are copied to the others, and only the rest is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffract_dask import memory
+from diffract_dask.cells import Cells, expected_key
+from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import MISSING, Status
-from diffract_dask.kernel import GIVEN, SHAPE, WEIGHTS, Kernel, Keys, Registry, canonical_json, mix, model_key
+from diffract_dask.kernel import GIVEN, Kernel, Keys, Registry, after_failure, canonical_json, mix, model_key
 from diffract_dask.sources import dtypes
+from diffract_dask.view import public_attrs
 
 if TYPE_CHECKING:
     from diffract_dask.store import Store
     from diffract_dask.view import View
 
-__all__ = ["Cells", "Group", "ModelStep", "Plan", "Step", "expected_keys", "field_attrs", "make_plan"]
+__all__ = ["Group", "ModelStep", "Plan", "Step", "field_attrs", "labels", "make_plan", "model_keys"]
 
 Mask = NDArray[np.bool_]
 Index = NDArray[np.intp]
-
-_SHAPE_ROOT = np.uint64(0x5EED5A4E)
-
-
-@dataclass(frozen=True, eq=False)
-class Cells:
-    """The analysed cells of a view and their classes of equal content.
-
-    Attributes
-    ----------
-    model, name : (C,) int arrays
-        Position of each cell in the view.
-    of : (C,) int array
-        Class of each cell.
-    canonical : (C,) bool array
-        False for a parameter that is tied to an earlier one of its model.
-    weights, shapes : (K,) uint64 arrays
-        Root keys of each class: of its content (0 unknown) and of its shape.
-    rows, cols : (K,) int64 arrays
-    lookup : (M, N) int array
-        Cell at each position of the view, -1 where there is none.
-    """
-
-    model: Index
-    name: Index
-    of: Index
-    canonical: Mask
-    weights: Keys
-    shapes: Keys
-    rows: NDArray[np.int64]
-    cols: NDArray[np.int64]
-    lookup: Index
-
-    @property
-    def n_classes(self) -> int:
-        """Number of classes."""
-        return len(self.weights)
-
-    def of_model(self, position: int, chosen: Mask) -> Index:
-        """Return the cells of one model that are in `chosen`; cells are in the order of models."""
-        start, stop = np.searchsorted(self.model, [position, position + 1])
-        found: Index = start + np.flatnonzero(chosen[start:stop])
-        return found
-
-    @classmethod
-    def of_view(cls, view: View) -> Cells:
-        """Return the cells of `view`."""
-        model, name = np.nonzero(view.analysed & view.present)
-        digest = view.digest[model, name]
-        own = view.canonical[model, name]
-        flat = model * max(1, len(view.names)) + np.where(own < 0, name, own)
-        known = digest != 0
-        label = np.empty(len(model), np.intp)
-        _, inverse = np.unique(digest[known], return_inverse=True)
-        label[known] = inverse
-        offset = int(inverse.max()) + 1 if inverse.size else 0
-        _, inverse = np.unique(flat[~known], return_inverse=True)
-        label[~known] = inverse + offset
-        n = int(label.max()) + 1 if label.size else 0
-        first = np.zeros(n, np.intp)
-        first[label[::-1]] = np.arange(len(label))[::-1]
-        rows = view.rows[model, name][first].astype(np.int64)
-        cols = view.cols[model, name][first].astype(np.int64)
-        lookup = np.full(view.present.shape, -1, np.intp)
-        lookup[model, name] = np.arange(len(model))
-        return cls(
-            model,
-            name,
-            label,
-            (own < 0) | (own == name),
-            digest[first],
-            shape_keys(rows, cols),
-            rows,
-            cols,
-            lookup,
-        )
-
-
-def shape_keys(rows: NDArray[np.int64], cols: NDArray[np.int64]) -> Keys:
-    """Return the root keys of shapes, which are known before any weight is read."""
-    one = np.uint64(1)
-    return mix(_SHAPE_ROOT, [rows.astype(np.uint64) + one, cols.astype(np.uint64) + one])
-
-
-def expected_keys(
-    kernels: Iterable[Kernel], registry: Registry, roots: Mapping[str, np.uint64], weights: Keys, shapes: Keys
-) -> dict[str, Keys]:
-    """Return the key that each slice-level kernel's values must have, from the root keys of the slices."""
-    keys: dict[str, Keys] = {}
-    for kernel in kernels:
-        if kernel.level != "slice":
-            continue
-        inputs = [
-            weights if name == WEIGHTS else shapes if name == SHAPE else keys[registry.producer(name).name]
-            for name in kernel.inputs
-        ]
-        keys[kernel.name] = mix(roots[kernel.name], inputs or [shapes])
-    return keys
 
 
 @dataclass(eq=False)
@@ -137,10 +42,16 @@ class Step:
         Classes to compute.
     source : (K,) int array
         A cell that holds fresh values, -1 if none does.
+    failed : (K,) bool array
+        Classes whose fresh values are those of a failure.
     copy : (C,) bool array
         Cells that receive values from another cell of their class.
     store : (C,) bool array
         Cells that receive computed values.
+    current : (C,) bool array
+        Cells whose stored values, as far as there are any, are those that would be computed.
+    fresh : (C,) bool array
+        Current ones that hold everything that is asked for.
     stored_fields : tuple of str
         Outputs that are written.
     reasons : dict
@@ -152,8 +63,10 @@ class Step:
     expected: Keys
     run: Mask
     source: Index
+    failed: Mask
     copy: Mask
     store: Mask
+    current: Mask
     fresh: Mask
     stored_fields: tuple[str, ...]
     reasons: dict[str, int] = field(default_factory=dict)
@@ -161,12 +74,26 @@ class Step:
 
 @dataclass(eq=False)
 class ModelStep:
-    """One model-level kernel of a plan, the models (M,) to run it for, and their expected keys."""
+    """One model-level kernel of a plan.
+
+    Attributes
+    ----------
+    expected : (M,) uint64 array
+        Keys that the values must have, 0 where an input's key is not known yet.
+    run : (M,) bool array
+        Models to run it for.
+    current : (M,) bool array
+        Models whose stored values, as far as there are any, are those that would be computed.
+    failed : (M,) bool array
+        Models whose fresh value is that of a failure.
+    """
 
     kernel: Kernel
     params: dict[str, Any]
     expected: Keys
     run: Mask
+    current: Mask
+    failed: Mask
 
 
 @dataclass(eq=False)
@@ -212,6 +139,11 @@ class Plan:
     whole_models: bool
     resources: memory.Resources
     groups: list[Group] = field(default_factory=list)
+
+    @cached_property
+    def members(self) -> Mask:
+        """Cells that model-level values are over: those in scope, and all if models are taken whole; tied ones once."""
+        return self.cells.canonical if self.whole_models else self.cells.distinct(self.scope)
 
     @property
     def nothing_to_do(self) -> bool:
@@ -277,6 +209,7 @@ def make_plan(
     resources: memory.Resources,
     params: Mapping[str, Mapping[str, Any]] | None = None,
     retry_failed: bool = False,
+    unreadable: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Decide what must run so that `fields` are stored and fresh for the selected parameters.
@@ -291,6 +224,8 @@ def make_plan(
         False under a parameter filter: model-level values would not be over the whole model and are not stored.
     params : mapping, optional
         Parameters of this call, by kernel name.
+    unreadable : collection of str
+        Models whose weights are read only where no other model has the same content.
     settings : mapping, optional
         Settings of the session.
 
@@ -302,60 +237,74 @@ def make_plan(
         A slice fits in no form; raised before anything runs.
     """
     kernels = registry.closure(fields)
-    for name in params or {}:
-        registry.kernel(name)
+    _check_params(registry, params)
     chosen = {kernel.name: registry.params(kernel.name, params) for kernel in kernels}
     roots = {kernel.name: kernel.root(chosen[kernel.name]) for kernel in kernels}
     cells = Cells.of_view(view)
     scope = selected[cells.model, cells.name]
-    expected = expected_keys(kernels, registry, roots, cells.weights, cells.shapes)
-    steps = {
-        kernel.name: _step(kernel, chosen[kernel.name], expected, kernels, fields, view, cells, retry_failed)
-        for kernel in kernels
-        if kernel.level == "slice"
-    }
-    plan = Plan(tuple(fields), view, cells, registry, kernels, roots, steps, {}, scope, whole_models, resources)
+    plan = Plan(tuple(fields), view, cells, registry, kernels, roots, {}, {}, scope, whole_models, resources)
+    keys: dict[str, Keys] = {}
+    for kernel in kernels:
+        if kernel.level == "slice":
+            failed = {name: step.failed for name, step in plan.steps.items()}
+            keys[kernel.name] = expected_key(kernel, registry, roots, cells.weights, cells.shapes, keys, failed)
+            plan.steps[kernel.name] = _step(plan, kernel, chosen[kernel.name], keys[kernel.name], retry_failed)
     requested = {registry.producer(name).name for name in fields}
-    wanted = {name: scope.copy() if name in requested else np.zeros_like(scope) for name in steps}
+    wanted = {name: scope.copy() if name in requested else np.zeros_like(scope) for name in plan.steps}
     _plan_models(plan, chosen, requested, wanted, np.unique(cells.model[scope]), retry_failed)
     _plan_slices(plan, wanted)
-    plan.groups = _groups(plan, store, settings)
+    plan.groups = _groups(plan, store, unreadable, settings)
     return plan
 
 
-def _step(
-    kernel: Kernel,
-    params: dict[str, Any],
-    expected: Mapping[str, Keys],
-    kernels: Sequence[Kernel],
-    fields: Sequence[str],
-    view: View,
-    cells: Cells,
-    retry_failed: bool,
-) -> Step:
+def _check_params(registry: Registry, params: Any) -> None:
+    """Raise where the parameters of one call name a kernel or a parameter that does not exist."""
+    if params is None:
+        return
+    if not isinstance(params, Mapping) or not all(isinstance(own, Mapping) for own in params.values()):
+        raise ConfigurationError(
+            f"params={params!r}: give parameters by kernel, for example params={{'hard_rank': {{'rtol': 1e-6}}}}"
+        )
+    for name, own in params.items():
+        registry.kernel(name).parameters(own)
+
+
+def _step(plan: Plan, kernel: Kernel, params: dict[str, Any], key: Keys, retry_failed: bool) -> Step:
     """Return the step of one kernel with what the store already holds for it."""
-    stored = tuple(name for name, f in kernel.outputs.items() if f.persist or name in fields)
-    demanded = {name for other in kernels for name in other.inputs if name in kernel.outputs}
-    key = expected[kernel.name]
+    view, cells = plan.view, plan.cells
+    read = {name for other in plan.kernels if other.level == "model" for name in other.inputs}
+    stored = tuple(name for name, f in kernel.outputs.items() if f.persist or name in plan.fields or name in read)
     have = (
         view.keys[kernel.name][cells.model, cells.name]
         if kernel.name in view.keys
         else np.zeros(len(cells.of), np.uint64)
     )
-    fresh: Mask = (have == key[cells.of]) & (have != 0)
-    for name in {*stored, *demanded}:
+    current: Mask = (have == key[cells.of]) & (have != 0)
+    fresh, failed = current.copy(), current.copy()
+    for name in _required(plan, kernel):
         if name not in view.status:
             fresh[:] = False
             break
         status = view.status[name][cells.model, cells.name]
-        fresh &= status != MISSING
+        fresh &= (status != MISSING) & (status != Status.INGESTED)
         if retry_failed:
             fresh &= status != Status.FAILED
+        failed &= status == Status.FAILED
+    failed &= fresh
     source = np.full(cells.n_classes, -1, np.intp)
     source[cells.of[fresh]] = np.flatnonzero(fresh)
+    raised = np.zeros(cells.n_classes, bool)
+    raised[cells.of[failed]] = True
     none = np.zeros(cells.n_classes, bool)
     empty = np.zeros(len(cells.of), bool)
-    return Step(kernel, params, key, none, source, empty, empty.copy(), fresh, stored)
+    return Step(kernel, params, key, none, source, raised, empty, empty.copy(), current, fresh, stored)
+
+
+def _required(plan: Plan, kernel: Kernel) -> list[str]:
+    """Return the outputs that a cell must hold to be fresh: those that are asked for or that other kernels read."""
+    return [
+        name for name in kernel.outputs if name in plan.fields or any(name in other.inputs for other in plan.kernels)
+    ]
 
 
 def _plan_models(
@@ -369,49 +318,74 @@ def _plan_models(
     """Fill the model-level steps and mark the slices whose values they read as wanted."""
     view, cells = plan.view, plan.cells
     levelled = [kernel for kernel in plan.kernels if kernel.level == "model"]
-    demanded = set(requested)
-    for kernel in reversed(levelled):
-        if kernel.name in demanded:
-            demanded |= {plan.registry.producer(name).name for name in kernel.inputs if name not in GIVEN}
     keys: dict[str, Keys] = {}
+    failed: dict[str, Mask] = {}
+    fresh: dict[str, Mask] = {}
+    current: dict[str, Mask] = {}
     for kernel in levelled:
-        keys[kernel.name] = model_keys(plan, kernel, keys)
-        run = np.zeros(len(view.model_ids), bool)
-        run[models] = True
-        if plan.whole_models and kernel.name in view.model_keys:
-            same = (view.model_keys[kernel.name] == keys[kernel.name]) & (keys[kernel.name] != 0)
-            for name in kernel.outputs:
-                status = view.model_status[name] if name in view.model_status else np.full(len(run), MISSING)
-                same &= status != MISSING
-                if retry_failed:
-                    same &= status != Status.FAILED
-            run &= ~same
-        plan.model_steps[kernel.name] = ModelStep(kernel, chosen[kernel.name], keys[kernel.name], run)
+        keys[kernel.name] = model_keys(plan, kernel, keys, failed)
+        name = kernel.name
+        current[name], fresh[name], failed[name] = _fresh_models(plan, kernel, keys[name], retry_failed)
+    needed = {kernel.name: np.zeros(len(view.model_ids), bool) for kernel in levelled}
+    for kernel in reversed(levelled):
+        run = needed[kernel.name]
+        if kernel.name in requested:
+            run[models] = True
+        run &= ~fresh[kernel.name]
         mine: Mask = run[cells.model] & (plan.scope if not plan.whole_models else True)
-        for name in kernel.inputs:
-            if name not in GIVEN and plan.registry.producer(name).level == "slice":
-                wanted[plan.registry.producer(name).name] |= mine
+        for producer in {plan.registry.producer(name).name for name in kernel.inputs if name not in GIVEN}:
+            if producer in needed:
+                needed[producer] |= run
+            else:
+                wanted[producer] |= mine
+    for kernel in levelled:
+        name = kernel.name
+        plan.model_steps[name] = ModelStep(kernel, chosen[name], keys[name], needed[name], current[name], failed[name])
 
 
-def model_keys(plan: Plan, kernel: Kernel, others: Mapping[str, Keys]) -> Keys:
-    """Return the expected keys (M,) of a model-level kernel, 0 where an input's key is not known yet."""
+def _fresh_models(plan: Plan, kernel: Kernel, expected: Keys, retry_failed: bool) -> tuple[Mask, Mask, Mask]:
+    """Return for which models the values of a model-level kernel are current, fresh, and those of a failure."""
+    view = plan.view
+    current = np.zeros(len(view.model_ids), bool)
+    if plan.whole_models and kernel.name in view.model_keys:
+        current = (view.model_keys[kernel.name] == expected) & (expected != 0)
+    fresh, failed = current.copy(), current.copy()
+    for name in _required(plan, kernel):
+        if name not in view.model_status:
+            fresh[:] = False
+            break
+        status = view.model_status[name]
+        fresh &= status != MISSING
+        if retry_failed:
+            fresh &= status != Status.FAILED
+        failed &= status == Status.FAILED
+    return current, fresh, failed & fresh
+
+
+def model_keys(plan: Plan, kernel: Kernel, others: Mapping[str, Keys], failed: Mapping[str, Mask]) -> Keys:
+    """Return the expected keys (M,) of a model-level kernel, 0 where an input's key is not known yet.
+
+    Parameters
+    ----------
+    others, failed : mappings of str to array
+        Keys of the model-level kernels that come before, and of which models their values are those of a failure.
+    """
     view, cells = plan.view, plan.cells
     result = np.zeros(len(view.model_ids), np.uint64)
-    chosen = cells.canonical if plan.whole_models else cells.canonical & plan.scope
+    producers = [plan.registry.producer(name).name for name in kernel.inputs]
+    sliced = [plan.steps[name] for name in producers if name in plan.steps]
+    keys = [after_failure(step.expected, step.failed) for step in sliced]
     for position in range(len(view.model_ids)):
-        mine = cells.of_model(position, chosen)
+        mine = cells.of_model(position, plan.members)
         root = plan.roots[kernel.name]
-        inputs: list[Keys] = []
-        for name in kernel.inputs:
-            producer = WEIGHTS if name in GIVEN else plan.registry.producer(name).name
-            if producer in others:
-                root = mix(root, [others[producer][position : position + 1]])[0]
-            else:
-                keys = plan.steps[producer].expected if producer in plan.steps else cells.weights
-                inputs.append(keys[cells.of[mine]])
-        if root != 0 and inputs and len(mine):
-            result[position] = model_key(root, [view.names[i] for i in cells.name[mine]], inputs)
-        elif not inputs:
+        for name in producers:
+            if name in others:
+                here = slice(position, position + 1)
+                root = mix(root, [after_failure(others[name][here], failed[name][here])])[0]
+        if root != 0 and keys and len(mine):
+            names = [view.names[i] for i in cells.name[mine]]
+            result[position] = model_key(root, names, [own[cells.of[mine]] for own in keys])
+        elif not keys:
             result[position] = root
     return result
 
@@ -445,7 +419,11 @@ def _reasons(plan: Plan, step: Step) -> dict[str, int]:
     name = step.kernel.name
     held = np.zeros(cells.n_classes, bool)
     if name in view.keys:
-        held[cells.of[view.keys[name][cells.model, cells.name] != 0]] = True
+        there = view.keys[name][cells.model, cells.name] != 0
+        for field_name in _required(plan, step.kernel):
+            status = view.status[field_name][cells.model, cells.name] if field_name in view.status else MISSING
+            there &= ~np.isin(status, (MISSING, Status.INGESTED))
+        held[cells.of[there]] = True
     inputs_changed = np.zeros(cells.n_classes, bool)
     for field_name in step.kernel.inputs:
         if field_name not in GIVEN:
@@ -466,14 +444,14 @@ def _reasons(plan: Plan, step: Step) -> dict[str, int]:
     return {reason: int(mask.sum()) for reason, mask in reasons.items() if mask.any()}
 
 
-def _groups(plan: Plan, store: Store, settings: Mapping[str, Any] | None) -> list[Group]:
+def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Mapping[str, Any] | None) -> list[Group]:
     """Return the groups to run, ordered by model, then shape; OverBudgetError if a slice fits in no form."""
     steps = list(plan.steps.values())
     if not any(step.run.any() for step in steps):
         return []
     runs = np.stack([step.run for step in steps])
     busy = np.flatnonzero(runs.any(axis=0))
-    cell_of = dict(zip(busy.tolist(), _representatives(plan, busy).tolist(), strict=True))
+    cell_of = dict(zip(busy.tolist(), _representatives(plan, busy, unreadable).tolist(), strict=True))
     by_model: dict[int, list[int]] = {}
     for label, cell in cell_of.items():
         by_model.setdefault(int(plan.cells.model[cell]), []).append(label)
@@ -507,13 +485,19 @@ def _groups(plan: Plan, store: Store, settings: Mapping[str, Any] | None) -> lis
     return groups
 
 
-def _representatives(plan: Plan, classes: Index) -> Index:
-    """Return one cell per class to read the weights from: in scope if possible."""
+def _representatives(plan: Plan, classes: Index, unreadable: Collection[str]) -> Index:
+    """Return one cell per class to read the weights from: of a model that can be read and in scope, if possible."""
     cells = plan.cells
-    order = np.lexsort((np.arange(len(cells.of)), ~cells.canonical, ~plan.scope))
+    avoided = np.isin(plan.view.model_ids, list(unreadable))[cells.model]
+    order = np.lexsort((np.arange(len(cells.of)), ~cells.canonical, ~plan.scope, avoided))
     first = np.full(cells.n_classes, -1, np.intp)
     first[cells.of[order[::-1]]] = order[::-1]
     return first[classes]
+
+
+def labels(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a field as a Dataset shows them: its dimensions are those of the variable."""
+    return public_attrs({key: value for key, value in attrs.items() if key != "dims"})
 
 
 def field_attrs(kernel: Kernel, name: str, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,23 +11,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from diffract_dask import config, memory
-from diffract_dask.errors import (
-    FieldNotFoundError,
-    ModelNotFoundError,
-    ParameterNotFoundError,
-    SessionError,
-    StaleValuesWarning,
-    did_you_mean,
-)
+from diffract_dask import config, ingest, memory
+from diffract_dask.errors import FieldNotFoundError, SessionError, StaleValuesWarning, did_you_mean
 from diffract_dask.export import Aggregate, Sources, Table, export_table, tabulate
 from diffract_dask.fields import MISSING, STATUS_MEANING, Status
 from diffract_dask.kernel import Registry
 from diffract_dask.modellevel import evaluate_models
-from diffract_dask.plan import Plan, field_attrs, make_plan
+from diffract_dask.plan import Plan, field_attrs, labels, make_plan
 from diffract_dask.selection import Selection
-from diffract_dask.store import Commit, Store
-from diffract_dask.view import public_attrs
+from diffract_dask.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,8 +28,6 @@ if TYPE_CHECKING:
     from diffract_dask.view import View
 
 __all__ = ["EraseSummary", "ResultsOf", "list_kernels", "parameter_table"]
-
-_INGESTED = "ingested_aggregates"
 
 
 @dataclass(frozen=True)
@@ -69,8 +59,7 @@ class ResultsOf:
         self._require(names, view)
         mask = self.selection.mask(view)
         plan = self._plan([n for n in names if n in self.registry.fields], view, mask)
-        models = np.flatnonzero(np.isin(view.model_ids, self.selection.models(view.model_ids)))
-        models = models[np.argsort([self.store.model_ids().index(view.model_ids[i]) for i in models])]
+        models = self._models(view)
         columns = (
             np.flatnonzero(mask.any(axis=0))
             if not self.selection.whole_models
@@ -82,6 +71,20 @@ class ResultsOf:
         self._warn_if_stale(plan)
         return xr.Dataset(variables, view.coordinates(models, columns))
 
+    def _models(self, view: View) -> NDArray[np.intp]:
+        """Return the positions of the models in scope, in the order in which they are shown."""
+        chosen = set(self.selection.models(view.model_ids))
+        return view.order[[view.model_ids[i] in chosen for i in view.order]]
+
+    def _level(self, name: str, view: View) -> str:
+        """Return the level of a field, be it one that a kernel makes or one that is only stored."""
+        if name in self.registry.fields:
+            return self.registry.producer(name).level
+        return "slice" if name in view.status else "model"
+
+    def _dims(self, name: str, view: View) -> tuple[str, ...]:
+        return self.registry.field(name).dims if name in self.registry.fields else view.dims.get(name, ())
+
     def _variable(
         self,
         name: str,
@@ -92,20 +95,20 @@ class ResultsOf:
         plan: Plan | None,
     ) -> dict[str, Any]:
         attrs = {"long_name": name.replace("_", " "), "units": "1", **view.attrs.get(name, {})}
-        known = name in self.registry.fields
-        if known:
+        if name in self.registry.fields:
             kernel = self.registry.producer(name)
             attrs = {**field_attrs(kernel, name, self.registry.params(kernel.name)), **view.attrs.get(name, {})}
-        attrs = public_attrs(attrs)
-        level = self.registry.producer(name).level if known else ("slice" if name in view.values else "model")
-        if level == "model":
+        attrs = labels(attrs)
+        if self._level(name, view) == "model":
             values = np.full(len(view.model_ids), np.nan)
             if self.selection.whole_models and name in view.model_values:
                 values = view.model_values[name]
-            elif not self.selection.whole_models and plan is not None:
+            elif not self.selection.whole_models and plan is not None and name in plan.fields:
                 values = self._partial(plan, name)
+            elif name not in self.registry.fields:
+                values = ingest.of_models(self.given(), name, view)
             return {name: ("model_id", values[models], attrs)}
-        if known and self.registry.field(name).dims:
+        if self._dims(name, view):
             return self._arrays(name, view, mask, models, columns, attrs)
         values = view.values[name] if name in view.values else np.full(mask.shape, np.nan)
         shown = np.where(mask, values, np.nan)[np.ix_(models, columns)]
@@ -121,7 +124,7 @@ class ResultsOf:
         attrs: dict[str, Any],
     ) -> dict[str, Any]:
         """Return a ragged array field, padded with NaN at the end, and its length."""
-        dims = self.registry.field(name).dims
+        dims = self._dims(name, view)
         have = mask & (view.status[name] != MISSING) if name in view.status else np.zeros_like(mask)
         have = have[np.ix_(models, columns)]
         rows, cols = (x[np.ix_(models, columns)] for x in (view.rows, view.cols))
@@ -130,10 +133,15 @@ class ResultsOf:
         values = np.full((*have.shape, *inner), np.nan)
         for i, model in enumerate(models):
             at = np.flatnonzero(have[i])
-            found = self.store.arrays(view.model_ids[model], name, view.row[model, columns[at]])
+            try:
+                found = self.store.arrays(view.model_ids[model], name, view.row[model, columns[at]])
+            except FieldNotFoundError:  # of this model, numbers are stored that an earlier declaration made
+                found = [np.empty(0)] * len(at)
             for j, array in zip(at, found, strict=True):
-                place: tuple[Any, ...] = (i, j, *(slice(0, n) for n in array.shape))
-                values[place] = array
+                have[i, j] = array.shape == tuple(int(size[dim][i, j]) for dim in dims)
+                if have[i, j]:
+                    place: tuple[Any, ...] = (i, j, *(slice(0, n) for n in array.shape))
+                    values[place] = array
         result = {name: (("model_id", "name", *dims), values, attrs)}
         if len(dims) == 1:
             result[f"{name}_size"] = (
@@ -146,9 +154,7 @@ class ResultsOf:
     def _partial(self, plan: Plan, name: str) -> NDArray[np.float64]:
         """Return a model-level field over the parameters in scope, where all its inputs are stored and fresh."""
         values = np.full(len(plan.view.model_ids), np.nan)
-        if any(step.run.any() or step.copy.any() for step in plan.steps.values()):
-            return values
-        for model, (value, _, _) in evaluate_models(plan, self.store).get(name, {}).items():
+        for model, (value, _, _) in evaluate_models(plan).get(name, {}).items():
             values[model] = value
         return values
 
@@ -173,16 +179,23 @@ class ResultsOf:
     def _warn_if_stale(self, plan: Plan | None) -> None:
         if plan is None:
             return
-        stale = [
-            name
-            for name, step in plan.steps.items()
-            if name in plan.view.keys
-            and (plan.scope & ~step.fresh & (plan.view.keys[name][plan.cells.model, plan.cells.name] != 0)).any()
-        ]
-        shown = [name for name in stale if set(plan.steps[name].stored_fields) & set(plan.fields)]
-        if shown:
+        view, cells = plan.view, plan.cells
+        stale = set()
+        for name in plan.fields:
+            kernel = self.registry.producer(name)
+            if kernel.level == "slice" and name in view.status:
+                old = plan.scope & ~plan.steps[kernel.name].current
+                old &= ~np.isin(view.status[name][cells.model, cells.name], (MISSING, Status.INGESTED))
+            elif kernel.level == "model" and plan.whole_models and name in view.model_status:
+                old = ~plan.model_steps[kernel.name].current & (view.model_status[name] != MISSING)
+                old &= np.isin(np.arange(len(old)), cells.model[plan.scope])
+            else:
+                continue
+            if old.any():
+                stale.add(kernel.name)
+        if stale:
             warnings.warn(
-                f"stored values of {', '.join(sorted(shown))} were computed with other parameters, another version or "
+                f"stored values of {', '.join(sorted(stale))} were computed with other parameters, another version or "
                 "other weights; compute.apply(…) computes them anew, results.status(…) tells which",
                 StaleValuesWarning,
                 stacklevel=4,
@@ -190,12 +203,16 @@ class ResultsOf:
 
     def _require(self, names: Iterable[str], view: View) -> None:
         """FieldNotFoundError for a field that no kernel produces and the store does not hold."""
-        known = {*self.registry.fields, *view.values, *view.model_values, *(a["field"] for a in self._given(view))}
+        known = {*self.registry.fields, *view.status, *view.model_values}
         for name in names:
-            if name not in known:
+            if name not in known and name not in {a["field"] for a in self.given()}:
                 raise FieldNotFoundError(
                     f"no kernel produces the field {name!r} and the store does not hold it.{did_you_mean(name, known)}"
                 )
+
+    def given(self) -> list[Aggregate]:
+        """Return the ingested aggregates whose models are all in scope."""
+        return ingest.aggregates(self.store, self.selection)
 
     def status(self, fields: Sequence[str]) -> xr.Dataset:
         """Return ``state`` and ``reason`` as text over (field, model_id, name)."""
@@ -205,7 +222,7 @@ class ResultsOf:
         names = list(dict.fromkeys(fields)) or [*view.status, *view.model_status]
         self._require(names, view)
         mask = self.selection.mask(view)
-        models = np.array([view.model_ids.index(m) for m in self.selection.models(self.store.model_ids())], np.intp)
+        models = self._models(view)
         columns = np.flatnonzero(mask.any(axis=0))
         plan = self._plan([n for n in names if n in self.registry.fields], view, mask)
         state = np.full((len(names), *mask.shape), "", object)
@@ -227,46 +244,47 @@ class ResultsOf:
         reason: NDArray[np.object_],
     ) -> None:
         """Fill in the state and the reason of one field for every parameter in scope."""
-        is_model = name in self.registry.fields and self.registry.producer(name).level == "model"
-        is_model |= name not in self.registry.fields and name not in view.status
+        is_model = self._level(name, view) == "model"
         codes = np.full(mask.shape, MISSING, np.uint8)
         table = view.model_status if is_model else view.status
         if name in table:
             codes[:] = table[name][:, np.newaxis] if is_model else table[name]
-        fresh = self._fresh(name, view, plan, is_model)
-        for model, column in zip(*np.nonzero(mask), strict=True):
-            code = int(codes[model, column])
-            if not view.analysed[model, column] and not is_model:
-                state[model, column], reason[model, column] = "skipped", self._skip(view, model, column)
-            elif code == MISSING:
-                state[model, column] = "missing"
-            elif code == Status.INGESTED:
-                state[model, column] = "ingested"
-            elif not fresh[model, column]:
-                state[model, column], reason[model, column] = "stale", "parameter, version, weights or inputs changed"
-            elif code == Status.FAILED:
-                who = self.registry.producer(name).name
-                found = self.store.failures(view.model_ids[model])
-                key = ("" if is_model else view.names[column], who)
-                state[model, column], reason[model, column] = "failed", found.get(key, STATUS_MEANING[Status.FAILED])
-            else:
-                state[model, column] = "fresh"
-                reason[model, column] = STATUS_MEANING[Status(code)] if code else ""
+        known = name in self.registry.fields
+        current = self._current(name, view, plan, is_model)
+        left_out = mask & ~view.analysed & (codes == MISSING) & (not is_model)
+        held = mask & (codes != MISSING)
+        stale = held & ~current & (codes != Status.INGESTED)
+        failed = held & ~stale & (codes == Status.FAILED)
+        state[mask] = "missing"
+        for where, word in ((held, "fresh"), (stale, "stale"), (failed, "failed"), (left_out, "skipped")):
+            state[where] = word
+        state[held & (codes == Status.INGESTED)] = "ingested"
+        for code in np.unique(codes[held & ~stale & (codes != Status.OK)]):
+            reason[held & ~stale & (codes == code)] = STATUS_MEANING[Status(int(code))]
+        reason[held & (codes == Status.INGESTED)] = ""
+        reason[stale] = "parameter, version, weights or inputs changed" if known else "no kernel here makes this field"
+        for model in np.flatnonzero(left_out.any(axis=1)):
+            at = np.flatnonzero(left_out[model])
+            reasons = self.store.parameters(view.model_ids[model]).skip_reason[view.row[model, at]]
+            reason[model, at] = [str(text) for text in reasons]
+        for model in np.flatnonzero(failed.any(axis=1)):
+            found = self.store.failures(view.model_ids[model])
+            for column in np.flatnonzero(failed[model]):
+                parameter = "" if is_model else view.names[column]
+                for kernel in self.registry.closure([name]):  # an input's kernel may have raised, and not be stored
+                    reason[model, column] = found.get((parameter, kernel.name), reason[model, column])
 
-    def _fresh(self, name: str, view: View, plan: Plan | None, is_model: bool) -> NDArray[np.bool_]:
-        fresh = np.zeros(view.present.shape, bool)
+    def _current(self, name: str, view: View, plan: Plan | None, is_model: bool) -> NDArray[np.bool_]:
+        """Return where stored values of a field are those that would be computed."""
+        current = np.zeros(view.present.shape, bool)
         if plan is None or name not in self.registry.fields:
-            return fresh
+            return current
         kernel = self.registry.producer(name).name
         if is_model:
-            fresh[:] = ~plan.model_steps[kernel].run[:, np.newaxis]
+            current[:] = plan.model_steps[kernel].current[:, np.newaxis]
         else:
-            fresh[plan.cells.model, plan.cells.name] = plan.steps[kernel].fresh
-        return fresh
-
-    def _skip(self, view: View, model: int, column: int) -> str:
-        parameters = self.store.parameters(view.model_ids[model])
-        return str(parameters.skip_reason[view.row[model, column]])
+            current[plan.cells.model, plan.cells.name] = plan.steps[kernel].current
+        return current
 
     # ------------------------------------------------------------------------------------------ exporting
 
@@ -289,8 +307,8 @@ class ResultsOf:
         view = self.store.view()
         names = list(dict.fromkeys(fields))
         self._require(names, view)
-        given = self._given(view)
-        held = [n for n in names if n in self.registry.fields or n in view.values or n in view.model_values]
+        given = self.given()
+        held = [n for n in names if n in self.registry.fields or n in view.status or n in view.model_values]
         dataset = self.dataset(held)
         missing: dict[str, NDArray[np.bool_]] = {}
         models = [view.model_ids.index(str(m)) for m in dataset.model_id.values]
@@ -335,24 +353,6 @@ class ResultsOf:
                 )
         return rows
 
-    def _given(self, view: View) -> list[Aggregate]:
-        """Return the ingested aggregates whose models are all in scope."""
-        found: list[Aggregate] = []
-        for model_id in self.selection.models(view.model_ids):
-            for item in self.store.model_attrs(model_id).get(_INGESTED, []):
-                models = tuple(item["context_models"])
-                if set(self.selection.models(models)) == set(models):
-                    names = tuple(item["context_params"])
-                    found.append(
-                        {
-                            "field": item["field"],
-                            "context_models": models,
-                            "context_params": names,
-                            "value": item["value"],
-                        }
-                    )
-        return found
-
     # ------------------------------------------------------------------------------------------ changing
 
     def erase(self, fields: Sequence[str], dependents: bool, erase_all: bool) -> EraseSummary:
@@ -365,11 +365,13 @@ class ResultsOf:
         self._require(names, view)
         if dependents:
             names += [name for name in self._dependents(names) if name not in names]
+        given = ingest.erase_aggregates(self.store, self.selection, names if fields else None)
         names = [name for name in names if name in stored]
+        if not self.selection.whole_models:  # the others are of whole models
+            names = [name for name in names if name in view.status]
         kernels = self._emptied(names, stored)
         mask = self.selection.mask(view)
         affected: list[str] = []
-        models: list[str] = []
         for model in np.flatnonzero(mask.any(axis=1)):
             rows = view.row[model, mask[model]].astype(np.intp)
             model_id = view.model_ids[model]
@@ -383,9 +385,8 @@ class ResultsOf:
             self.store.erase_fields(model_id, names, kernels, None if self.selection.whole_models else rows)
             parameters = self.store.parameters(model_id)
             affected += [str(parameters.uid[i]) for i in view.row[model, held]]
-            models.append(model_id)
         self.store.refresh_view()
-        return EraseSummary((), tuple(names), tuple(affected))
+        return EraseSummary((), tuple(dict.fromkeys([*names, *given])), tuple(affected))
 
     def _dependents(self, names: Sequence[str]) -> list[str]:
         """Return every field that is computed, directly or not, from one of `names`."""
@@ -407,89 +408,6 @@ class ResultsOf:
             for kernel in self.registry.kernels.values()
             if set(kernel.outputs) & set(names) and not (set(kernel.outputs) & set(stored)) - set(names)
         ]
-
-    def ingest_metrics(self, fields_by_uid: Mapping[str, Mapping[str, Any]], force: bool) -> None:
-        """Store scalar values by uid and field, marked as ingested."""
-        view = self.store.view()
-        place = self._places(view)
-        commits: dict[str, Commit] = {}
-        for uid, given in fields_by_uid.items():
-            if uid not in place:
-                raise ParameterNotFoundError(
-                    f"no parameter has the uid {uid!r}; models.parameters() lists them.{did_you_mean(str(uid), place)}"
-                )
-            model, column = place[uid]
-            for name, value in given.items():
-                self._check_ingest(name, value, force, view, model, column)
-                commit = commits.setdefault(view.model_ids[model], Commit(view.model_ids[model]))
-                rows, values, status = commit.values.get(
-                    name, (np.empty(0, np.intp), np.empty(0), np.empty(0, np.uint8))
-                )
-                commit.values[name] = (
-                    np.append(rows, int(view.row[model, column])),
-                    np.append(values, float(value)),
-                    np.append(status, np.uint8(Status.INGESTED)),
-                )
-                if name in self.registry.fields:
-                    kernel = self.registry.producer(name).name
-                    rows, keys = commit.keys.get(kernel, (np.empty(0, np.intp), np.empty(0, np.uint64)))
-                    commit.keys[kernel] = (np.append(rows, int(view.row[model, column])), np.append(keys, np.uint64(0)))
-        self.store.commit(list(commits.values()))
-        self.store.refresh_view()
-
-    def _places(self, view: View) -> dict[str, tuple[int, int]]:
-        place: dict[str, tuple[int, int]] = {}
-        mask = self.selection.mask(view)
-        for model in np.flatnonzero(mask.any(axis=1)):
-            uids = self.store.parameters(view.model_ids[model]).uid
-            for column in np.flatnonzero(mask[model]):
-                place[str(uids[view.row[model, column]])] = (int(model), int(column))
-        return place
-
-    def _check_ingest(self, name: str, value: Any, force: bool, view: View, model: int, column: int) -> None:
-        where = f"{view.model_ids[model]}: {view.names[column]}: {name}"
-        if name in self.registry.fields:
-            if self.registry.field(name).dims or self.registry.producer(name).level != "slice":
-                raise SessionError(f"{where}: only scalar slice-level fields can be ingested as metrics")
-        elif not name.isprintable() or not name:
-            raise SessionError(f"{where}: a field name is non-empty printable text")
-        try:
-            float(value)
-        except (TypeError, ValueError) as error:
-            raise SessionError(f"{where}: {value!r} is not a number") from error
-        held = name in view.status and view.status[name][model, column] != MISSING
-        if held and not force:
-            raise SessionError(f"{where}: there is a value already; pass force=True to replace it")
-
-    def ingest_aggregates(self, aggregates: Sequence[Mapping[str, Any]], force: bool) -> None:
-        """Store values of models or groups of models with the first model that they are of."""
-        known = self.store.model_ids()
-        changed: dict[str, list[dict[str, Any]]] = {}
-        for item in aggregates:
-            try:
-                name, models = str(item["field_name"]), [str(m) for m in item["context_models"]]
-                value = np.asarray(item["value"]).tolist()
-            except KeyError as error:
-                raise SessionError(
-                    f"an aggregate needs field_name, context_models and value; {error} is missing in {dict(item)!r}"
-                ) from error
-            for model_id in models:
-                if model_id not in known:
-                    raise ModelNotFoundError(f"no model {model_id!r}.{did_you_mean(model_id, known)}")
-            entry = {
-                "field": name,
-                "context_models": sorted(models),
-                "context_params": sorted(map(str, item.get("context_params") or ())),
-                "value": value,
-            }
-            home = entry["context_models"][0]
-            there = changed.setdefault(home, list(self.store.model_attrs(home).get(_INGESTED, [])))
-            same = [e for e in there if all(e[k] == entry[k] for k in ("field", "context_models", "context_params"))]
-            if same and not force:
-                raise SessionError(f"{name} of {', '.join(models)}: there is a value already; pass force=True")
-            there[:] = [e for e in there if e not in same] + [entry]
-        for model_id, entries in changed.items():
-            self.store.set_model_attrs(model_id, **{_INGESTED: entries})
 
 
 def parameter_table(store: Store, selection: Selection, model_id: str | None) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,10 +103,18 @@ def matches(patterns: Sequence[str], candidates: Sequence[str]) -> NDArray[np.bo
     return found
 
 
-def _tuple(patterns: Patterns) -> tuple[str, ...] | None:
-    if patterns is None:
-        return None
-    return (patterns,) if isinstance(patterns, str) else tuple(str(pattern) for pattern in patterns)
+def _tuple(patterns: Any) -> tuple[str, ...] | None:
+    """Return what users pass as text: None, one pattern or several, also as arrays and coordinates of a Dataset."""
+    if patterns is None or isinstance(patterns, str):
+        return None if patterns is None else (patterns,)
+    try:
+        several = [patterns] if getattr(patterns, "ndim", 1) == 0 else list(patterns)
+    except TypeError:
+        several = [patterns]
+    found = [item if isinstance(item, str) or not hasattr(item, "item") else item.item() for item in several]
+    if isinstance(patterns, bytes) or not all(isinstance(item, str) for item in found):
+        raise FilterError(f"{patterns!r} is no selection; give text, or several in a list")
+    return tuple(found)
 
 
 def _is_pattern(text: str) -> bool:

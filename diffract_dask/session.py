@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from diffract_dask import config, memory, results
+from diffract_dask import config, ingest, memory, results
 from diffract_dask.catalog import SKIP_MEANING
 from diffract_dask.errors import (
     ConfigurationError,
     DuplicateContentWarning,
     InvalidIdentifierError,
+    KernelRegistrationError,
     ModelNotFoundError,
     NothingAnalysedWarning,
     ReadOnlyStoreError,
@@ -33,6 +34,7 @@ from diffract_dask.results import EraseSummary
 from diffract_dask.selection import Patterns, Selection
 from diffract_dask.sources import open_checkpoint
 from diffract_dask.store import Store
+from diffract_dask.store.values import RESERVED_FIELDS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Session", "list_profiles"]
 
 PROFILES = ("ram", "local")
+_LONGEST_FIELD = 200  # array fields are folders of this name
 
 F = TypeVar("F", bound=Callable[..., Any])
 Params = Mapping[str, Mapping[str, Any]]
@@ -102,8 +105,8 @@ class Session:
         mode: str = "a",
     ) -> None:
         settings = config.load(Path(config_path)) if config_path is not None else {}
-        if isinstance(store, str) and store in PROFILES:
-            store, profile = None, profile or store
+        if isinstance(store, str) and store in PROFILES and profile in (None, store):
+            store, profile = None, store
         if store is not None and profile is not None:
             raise ConfigurationError(f"give a store or a profile, not both ({str(store)!r} and {profile!r})")
         if profile is not None and profile not in PROFILES:
@@ -115,9 +118,12 @@ class Session:
         if store is None and (profile == "local" or (profile is None and "store" in settings)):
             store = config.get("store", settings)
         registry = default_registry()
-        for name, params in (config.get("kernels", settings) or {}).items():
+        kernels = config.get("kernels", settings) or {}
+        if not isinstance(kernels, Mapping) or not all(isinstance(params, Mapping) for params in kernels.values()):
+            raise ConfigurationError(f"the setting 'kernels' is {kernels!r}; give parameters by kernel")
+        for name, params in kernels.items():
             registry.configure(name, **params)
-        timeout = float(config.get("lock-timeout", settings))
+        timeout = config.number("lock-timeout", settings)
         self._state = _State(Store.open(store, mode=mode, lock_timeout=timeout), registry, settings)
         self._selection = Selection()
         self._name_spaces()
@@ -266,6 +272,7 @@ class Models(_NameSpace):
         """Give a model another id; no value is lost or computed again."""
         self._require(model_id)
         self._store.rename(model_id, new_model_id)
+        ingest.rename_in_aggregates(self._store, model_id, new_model_id)
 
     def erase(self, *model_ids: str, erase_all: bool = False) -> EraseSummary:
         """Remove models with everything of them; ``erase_all=True``: all models in scope."""
@@ -327,28 +334,30 @@ class Compute(_NameSpace):
         OverBudgetError
             Something fits in memory in no form; raised before anything runs.
         """
-        plan = self._plan(fields, params, retry_failed)
+        plan = self._plan(_named(fields), params, retry_failed)
         self._warn_if_empty(plan)
         if self._store.read_only and not plan.nothing_to_do:
             raise ReadOnlyStoreError(f"the store {self._store.location!r} is open for reading; open it with mode='a'")
         return run_plan(
             plan,
             self._store,
-            replan=lambda: self._plan(fields, params, retry_failed),
+            replan=lambda unreadable: self._plan(fields, params, retry_failed, unreadable),
             settings=self._state.settings,
             progress=progress,
         )
 
     def plan(self, *fields: str, params: Params | None = None, retry_failed: bool = False) -> Plan:
         """Return what :meth:`apply` would run; ``.explain()`` tells on how many slices, by which route and why."""
-        return self._plan(fields, params, retry_failed)
+        return self._plan(_named(fields), params, retry_failed)
 
     def lazy(self, *fields: str, params: Params | None = None) -> xr.Dataset:
         """Return `fields` as lazy arrays over (model_id, name); nothing is computed or stored."""
-        plan = self._plan(fields, params, False)
+        plan = self._plan(_named(fields), params, False)
         return lazy_dataset(plan, self._store)
 
-    def _plan(self, fields: Sequence[str], params: Params | None, retry_failed: bool) -> Plan:
+    def _plan(
+        self, fields: Sequence[str], params: Params | None, retry_failed: bool, unreadable: Collection[str] = ()
+    ) -> Plan:
         view = self._store.view()
         return make_plan(
             list(dict.fromkeys(fields)),
@@ -360,6 +369,7 @@ class Compute(_NameSpace):
             resources=memory.resources(self._state.settings),
             params=params,
             retry_failed=retry_failed,
+            unreadable=unreadable,
             settings=self._state.settings,
         )
 
@@ -368,10 +378,14 @@ class Compute(_NameSpace):
             warnings.warn("no fields given; nothing is computed", NothingAnalysedWarning, stacklevel=3)
         elif not plan.scope.any():
             ids = self._selection.models(self._store.model_ids())
-            reasons = [r for model_id in ids for r in self._store.parameters(model_id).skip_reason]
-            text = (
-                nothing_analysed(", ".join(ids[:3]), reasons) if reasons else "no model in scope; nothing is computed"
-            )
+            reasons = results.parameter_table(self._store, self._selection, None).skip_reason
+            shown = ", ".join(ids[:3])
+            if not ids:
+                text = "no model in scope; nothing is computed"
+            elif not len(reasons) and not self._selection.whole_models:
+                text = f"{shown!r}: no parameter in scope; nothing is computed"
+            else:
+                text = nothing_analysed(shown, reasons)
             warnings.warn(text, NothingAnalysedWarning, stacklevel=3)
 
     @overload
@@ -424,19 +438,29 @@ class Compute(_NameSpace):
                 }
             decorate: Callable[[F], F] = kernel(name=name, level=level, batch=batch, version=version, **declared)
             made: Kernel = decorate(func).__kernel__  # type: ignore[attr-defined]
+            _check_storable(made.outputs)
+            if made.level == "pair":
+                raise KernelRegistrationError(
+                    f"kernel {made.name!r}: kernels over pairs of models are not run by this version"
+                )
             own = made.name in self._registry.kernels and made.name not in default_registry().kernels
             self._registry.add(made, replace=replace or own)
             return func
 
         return declare if function is None else declare(function)
 
-    def configure_kernel(self, kernel_name: str, **params: Any) -> dict[str, Any]:
+    def configure_kernel(self, kernel_name: str, /, **params: Any) -> dict[str, Any]:
         """Set parameters of a kernel for this session and return all that are in force."""
         return self._registry.configure(kernel_name, **params)
 
-    def variant(self, kernel_name: str, field_name: str, **params: Any) -> None:
-        """Add a second field `field_name`, made by the same kernel with other parameters."""
-        self._registry.variant(kernel_name, field_name, **params)
+    def variant(self, kernel_name: str, field_name: str, /, **params: Any) -> None:
+        """Add a second field `field_name`, made by the same kernel with other parameters.
+
+        Those that are not given are the ones in force. Declaring a variant again replaces it.
+        """
+        _check_storable([field_name])
+        again = field_name in self._registry.variants
+        self._registry.make_variant(kernel_name, field_name, params, replace=again)
 
     def list_available_kernels(self, verbose: bool = False) -> list[str]:
         """Return the kernels; verbose: with inputs, parameters and level."""
@@ -475,7 +499,7 @@ class Results(_NameSpace):
         FieldNotFoundError
             A field that no kernel produces and the store does not hold.
         """
-        return self._results.dataset(fields)
+        return self._results.dataset(_named(fields))
 
     def tree(self) -> xr.DataTree:
         """Return the whole store as a lazy DataTree."""
@@ -483,19 +507,19 @@ class Results(_NameSpace):
 
     def status(self, *fields: str) -> xr.Dataset:
         """Return ``state`` and ``reason`` (field, model_id, name): missing, stale, fresh, failed, ingested, skipped."""
-        return self._results.status(fields)
+        return self._results.status(_named(fields))
 
     def export_metrics(
         self, *fields: str, export_format: str | None = None, path: str | os.PathLike[str] | None = None, **options: Any
     ) -> Any:
         """Return slice-level values in a format (dict, json, list, pandas, polars, csv, netcdf, xarray)."""
-        return self._results.export(fields, "metrics", export_format, path, options)
+        return self._results.export(_named(fields), "metrics", export_format, path, options)
 
     def export_aggregates(
         self, *fields: str, export_format: str | None = None, path: str | os.PathLike[str] | None = None, **options: Any
     ) -> Any:
         """Return model-level values in a format; under a parameter filter they are over what is in scope."""
-        return self._results.export(fields, "aggregates", export_format, path, options)
+        return self._results.export(_named(fields), "aggregates", export_format, path, options)
 
     def export(
         self,
@@ -506,23 +530,43 @@ class Results(_NameSpace):
         **options: Any,
     ) -> Any:
         """Return values of every level (``sources``: all, metrics or aggregates) in a format."""
-        return self._results.export(fields, sources, export_format, path, options)
+        return self._results.export(_named(fields), sources, export_format, path, options)
 
     def erase(self, *fields: str, dependents: bool = False, erase_all: bool = False) -> EraseSummary:
         """Remove stored values in scope; ``dependents=True``: also of what is computed from them."""
-        return self._results.erase(fields, dependents, erase_all)
+        return self._results.erase(_named(fields), dependents, erase_all)
 
     def ingest_metrics(self, fields_by_uid: Mapping[str, Mapping[str, Any]], *, force: bool = False) -> None:
         """Store values from elsewhere, ``{uid: {field: value}}``; they are marked and never taken for computed."""
-        self._results.ingest_metrics(fields_by_uid, force)
+        ingest.ingest_metrics(self._store, self._registry, self._selection, fields_by_uid, force)
 
     def ingest_aggregates(self, aggregates: Iterable[Mapping[str, Any]], *, force: bool = False) -> None:
         """Store values of whole models from elsewhere: dicts with field_name, context_models, value."""
-        self._results.ingest_aggregates(list(aggregates), force)
+        ingest.ingest_aggregates(self._store, aggregates, force)
 
     @property
     def _results(self) -> results.ResultsOf:
         return results.ResultsOf(self._store, self._registry, self._selection, self._state.settings)
+
+
+def _named(fields: Sequence[Any]) -> tuple[str, ...]:
+    """Return fields as given; SessionError with the right call where one is no name."""
+    for field_name in fields:
+        if not isinstance(field_name, str):
+            raise SessionError(
+                f"{field_name!r} is no field name; name the fields one by one, or unpack a list: f(*names)"
+            )
+    return tuple(fields)
+
+
+def _check_storable(fields: Iterable[str]) -> None:
+    """KernelRegistrationError for a field that could be computed, but not stored under its name."""
+    for name in fields:
+        if not name.isidentifier() or name in RESERVED_FIELDS or len(name) > _LONGEST_FIELD:
+            raise KernelRegistrationError(
+                f"a field cannot be called {name!r}: give an identifier of at most {_LONGEST_FIELD} characters that is "
+                f"none of {', '.join(sorted(RESERVED_FIELDS))}"
+            )
 
 
 def nothing_analysed(model: str, skip_reasons: Iterable[str]) -> str:

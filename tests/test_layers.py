@@ -18,15 +18,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # of the file or inside a function. A folder is one entry.
 LAYERS = (
     {"errors", "config"},
-    {"fields", "blas"},
+    {"fields", "blas", "codehash"},
     {"kernel", "linalg", "moments"},
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
-    {"memory", "selection"},
+    {"memory", "selection", "cells"},
     {"plan"},
     {"graph"},
     {"modellevel", "commits", "lazy"},
     {"execute"},
-    {"table", "export", "results", "report", "report_figures", "terminal"},
+    {"table", "export", "ingest", "results", "report", "report_figures", "terminal"},
     {"session"},
     {"xarray_backend", "demo"},
     {"cli_options", "cli", "__main__"},

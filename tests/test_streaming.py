@@ -52,7 +52,8 @@ def test_streamed_agrees_with_whole(kind, dtype, link, tmp_path):
     np.testing.assert_array_equal(right.hard_rank, left.hard_rank)
     svals = np.linalg.svd(array.astype(np.float64), compute_uv=False)[::-1]
     found = right.weights_svals.sel(model_id="m", name="a.weight").values[: len(svals)]
-    np.testing.assert_allclose(found, svals, atol=max(np.finfo(np.float32).eps * (dtype is not np.float64), 1e-13) * scale)
+    eps = 1e-13 if dtype is np.float64 else np.finfo(np.float32).eps
+    np.testing.assert_allclose(found, svals, atol=eps * scale)
     digests = [s.models.parameters("m").set_index("name").digest["a.weight"] for s in (whole, streamed)]
     assert digests[0] == digests[1]
 

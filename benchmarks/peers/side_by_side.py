@@ -100,7 +100,13 @@ class Sitting:
 
 def _output(command: list[str], environment: dict[str, str] | None = None) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **(environment or {})}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        timeout=1800,
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

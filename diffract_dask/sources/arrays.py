@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ def open_arrays(model: Mapping[Any, Any], source: str = "") -> Checkpoint:
         What to call it; by default its class.
     """
     found = unwrap(model)
-    tensors = [array_tensor(name, value) for name, value in found.entries.items()]
+    tensors = found.tensors()
     torch = any(from_torch(value) for value in found.entries.values())
     return Checkpoint(tensors, source or type(model).__qualname__, "torch" if torch else "numpy", found.attrs)
 
@@ -55,9 +55,13 @@ def from_torch(value: Any) -> bool:
 
 @dataclass(slots=True)
 class Unwrapped:
-    """What is inside a checkpoint: the entries by full name, and attributes (:class:`Checkpoint`)."""
+    """What is inside a checkpoint: the entries by full name, and attributes (:class:`Checkpoint`).
+
+    `moments` is what the names start with of entries that belong to an optimizer, empty if none does.
+    """
 
     entries: dict[str, Any]
+    moments: str = ""
     path: list[str] = field(default_factory=list)
     said: dict[str, str | int | float | bool] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -67,6 +71,16 @@ class Unwrapped:
         """The attributes of the checkpoint; only what there is."""
         found = {"checkpoint": self.said, "wrapper": ".".join(self.path), "left_out": self.left_out}
         return {key: value for key, value in found.items() if value}
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of all entries."""
+        made = []
+        for name, value in self.entries.items():
+            tensor = array_tensor(name, value)
+            if self.moments and name.startswith(self.moments) and not tensor.skip:
+                tensor = replace(tensor, skip=SkipReason.OPTIMIZER)
+            made.append(tensor)
+        return made
 
 
 def unwrap(content: Mapping[Any, Any]) -> Unwrapped:
@@ -79,6 +93,7 @@ def unwrap(content: Mapping[Any, Any]) -> Unwrapped:
        other weights beside it (a discriminator, say) stop this step, so that nothing is dropped.
     2. Nested mappings and lists are flattened (``generator.conv1.weight``); state of an optimizer is left out.
     3. Numbers and texts beside mappings are attributes; in a flat mapping every entry is a parameter.
+    4. What is itself the state of an optimizer (``state`` beside ``param_groups``) gives rows, but no weights.
     """
     found = Unwrapped({})
     while (key := _wrapper(content)) is not None:
@@ -89,6 +104,7 @@ def unwrap(content: Mapping[Any, Any]) -> Unwrapped:
                 found.left_out.append(".".join([*found.path, str(other)]))
         found.path.append(key)
         content = _mapping(content[key])
+    found.moments = "state." if _is_moments("state", content) else ""
     flat = not any(_is_container(value) for value in content.values())
     for name, value in _flatten(content, "", found.left_out):
         if flat or _is_array(value):
@@ -109,6 +125,8 @@ def _wrapper(content: Mapping[Any, Any]) -> str | None:
             continue
         for other, value in content.items():
             if other == key or not _holds_weights(value) or _is_no_weights(str(other), value):
+                continue
+            if _is_moments(other, content):
                 continue
             alike = isinstance(value, Mapping) and value.keys() == inside.keys()
             if not (alike or _AVERAGE.fullmatch(str(other).lower())):
@@ -146,6 +164,11 @@ def _holds_weights(value: Any) -> bool:
 def _is_no_weights(key: str, value: Any) -> bool:
     state = isinstance(value, Mapping) and "param_groups" in value
     return state or (_is_container(value) and bool(_NO_WEIGHTS.fullmatch(key.lower())))
+
+
+def _is_moments(key: Any, content: Mapping[Any, Any]) -> bool:
+    """Return whether `key` is where an optimizer's state dict keeps moments and the like."""
+    return key == "state" and key in content and "param_groups" in content
 
 
 def _flatten(content: Mapping[Any, Any], prefix: str, left_out: list[str]) -> Iterator[tuple[str, Any]]:

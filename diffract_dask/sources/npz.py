@@ -20,13 +20,13 @@ from diffract_dask.errors import CorruptFileError, SourceError
 from diffract_dask.sources import dtypes
 from diffract_dask.sources.arrays import raw_rows
 from diffract_dask.sources.linked import fingerprint, read_rows
+from diffract_dask.sources.zipped import opened_zip
 
 __all__ = ["SUFFIXES", "is_open_npz", "open_npz"]
 
 SUFFIXES = (".npz",)
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_END_OF_DIRECTORY = b"PK\5\6"
 _MAGIC = b"\x93NUMPY"
 
 
@@ -58,29 +58,11 @@ def open_npz(path: str | Path | np.lib.npyio.NpzFile) -> Checkpoint:
         path = str(getattr(path.zip, "filename", ""))
     path = os.path.abspath(path)
     found = os.stat(path)
-    try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-            mark = _directory(path, archive, file, found.st_size)
-            load = lru_cache(maxsize=1)(partial(_load, path))
-            tensors = [_member(path, archive, file, info, found, mark, load) for info in archive.infolist()]
-    except zipfile.BadZipFile as error:
-        raise CorruptFileError(
-            f"{path!r} is cut off or is not a zip file ({error}): expected the directory at its end, found "
-            f"{found.st_size} bytes without one"
-        ) from error
+    with opened_zip(path) as archive, open(path, "rb") as file:
+        mark = fingerprint(archive.start, archive.directory)
+        load = lru_cache(maxsize=1)(partial(_load, path))
+        tensors = [_member(path, archive.zip, file, info, found, mark, load) for info in archive.zip.infolist()]
     return Checkpoint(tensors, path, "numpy")
-
-
-def _directory(path: str, archive: zipfile.ZipFile, file: BinaryIO, size: int) -> str:
-    """Return the fingerprint of the zip directory; refuse bytes after it."""
-    start = archive.start_dir
-    file.seek(start)
-    content = file.read()
-    end = content.rfind(_END_OF_DIRECTORY)
-    expected = start + end + 22 + len(archive.comment)
-    if end < 0 or expected != size:
-        raise CorruptFileError(f"{path!r} has bytes appended: expected {expected} bytes, found {size}")
-    return fingerprint(start, content)
 
 
 def _member(

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -21,6 +20,7 @@ from diffract_dask.errors import CorruptFileError, MissingExtraError, UnsafePick
 from diffract_dask.sources import dtypes
 from diffract_dask.sources.arrays import array_tensor, from_torch, unwrap
 from diffract_dask.sources.shards import merge, resolve
+from diffract_dask.sources.zipped import is_zip, opened_zip
 
 __all__ = ["SUFFIXES", "is_module", "open_module", "open_torch_file", "torch_tensor"]
 
@@ -44,6 +44,7 @@ _KINDS = {
 _SAFE_SINCE = (2, 6)
 """Before, weights_only=True could be tricked into running code (CVE-2025-32434)."""
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_MORE_BYTES = re.compile(r"expected (\d+) more bytes")
 
 
 def _torch() -> Any:
@@ -170,7 +171,7 @@ def open_torch_file(model: str | Path | Sequence[str | Path]) -> Checkpoint:
             )
         found = unwrap(loaded)
         attrs.update(found.attrs)
-        content[path] = [array_tensor(name, value) for name, value in found.entries.items()]
+        content[path] = found.tensors()
     return Checkpoint(merge(shards, content), shards.source, "torch", attrs)
 
 
@@ -181,15 +182,28 @@ def _load(path: str) -> Any:
             f"PyTorch {torch.__version__} cannot read untrusted files safely; 2.6 or newer is needed for {path!r}: "
             "pip install -U 'diffract_dask[torch]'"
         )
-    archive = zipfile.is_zipfile(path)
+    archive = is_zip(path)
     with open(path, "rb") as file:
-        pickled = file.read(1) == pickle.PROTO
-    if not (archive or pickled):
-        raise _corrupt(path, "it is neither a zip file nor a pickle")
+        if not (archive or file.read(1) == pickle.PROTO):
+            raise _corrupt(path, "it is neither a zip file nor a pickle")
+        file.seek(0)
+        if archive:
+            with opened_zip(path):
+                return _unpickle(path, path, mmap=True)
+        loaded = _unpickle(path, file, mmap=False)
+        end, size = file.tell(), os.path.getsize(path)
+    if end != size:
+        raise CorruptFileError(f"{path!r} has bytes appended: expected {end} bytes, found {size}. Fetch it again")
+    return loaded
+
+
+def _unpickle(path: str, source: Any, *, mmap: bool) -> Any:
+    """Return what the file `path`, open as `source`, holds; refuse what would execute code."""
+    torch = _torch()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about deprecated storages, of old files
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         text = str(error)
         named = _GLOBAL.search(text)
@@ -202,7 +216,15 @@ def _load(path: str) -> Any:
     except Exception as error:  # a broken pickle can fail in any way
         if "weights_only" in str(error):
             raise _unsafe(path, "a TorchScript program or a format that cannot be read safely") from error
-        raise _corrupt(path, str(error).partition("\n")[0]) from error
+        raise _corrupt(path, _why(path, error)) from error
+
+
+def _why(path: str, error: Exception) -> str:
+    size = os.path.getsize(path)
+    more = _MORE_BYTES.search(str(error))
+    if more:
+        return f"expected at least {size + int(more[1])} bytes, found {size}"
+    return str(error).partition("\n")[0] or f"expected more than {size} bytes, its pickle does not end"
 
 
 def _corrupt(path: str, why: str) -> CorruptFileError:
