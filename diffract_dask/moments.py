@@ -272,7 +272,7 @@ def _measure(x: NDArray[Any], axis: int | None) -> _Piece:
 
 
 def _float64(x: Any) -> Any:
-    """Return a number or array as float64 of the same shape; before NumPy 2.4 ``np.float64`` drops an axis of length 1."""
+    """Return `x` as float64 in its own shape; before NumPy 2.4 ``np.float64`` drops an axis of length 1."""
     return np.asarray(x, np.float64)[()]
 
 

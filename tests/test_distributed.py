@@ -21,7 +21,7 @@ def weights(seed=0):
 @pytest.fixture(scope="module", params=["threads", "processes"])
 def cluster(request):
     with LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=request.param == "processes", dashboard_address=None
+        n_workers=2, threads_per_worker=1, processes=request.param == "processes", dashboard_address=":0"
     ) as made:
         yield made
 

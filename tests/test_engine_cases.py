@@ -622,7 +622,7 @@ if __name__ == "__main__":
     dask.config.set({"diffract_dask.batch-seconds": 0.001})
     if sys.argv[2] == "processes":
         from distributed import Client, LocalCluster
-        client = Client(LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None))
+        client = Client(LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0"))
     session = Session(sys.argv[1])
 
     @session.compute.kernel(version=1)
@@ -793,8 +793,9 @@ def test_one_field_of_a_lazy_dataset_runs_what_it_needs(session):
     lazy = session.compute.lazy("weights_mean", "weights_lsvs", "param_norm", "log_spectral_norm")
     with Tasks() as tasks:
         lazy.param_norm.compute()
-    assert "entry_statistics" in tasks.layers
-    assert not {"singular_values", "singular_vectors"} & set(tasks.layers)
+    ran = " ".join(tasks.layers)  # xarray lets Dask fuse tasks, whose names are joined then
+    assert "entry_statistics" in ran
+    assert "singular" not in ran
 
 
 def test_lazy_is_labelled_as_the_results_are(session):
