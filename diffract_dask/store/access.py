@@ -87,6 +87,7 @@ class Access:
         self._entries: dict[str, Entry] | None = None
         self._entries_at: int | None = None
         self._sorted: list[Entry] | None = None
+        self._root: tuple[bytes | None, dict[str, Any]] = (None, {})
         self._tables: OrderedDict[tuple[str, str, int, str], Parameters] = OrderedDict()
 
     @contextmanager
@@ -203,13 +204,18 @@ class Access:
             return {folder: Entry.of(header) for folder, header in headers.items()}
         ids, added = base.of_models("model_id"), base.of_models("added")
         steps = [None if np.isnan(step) else float(step) for step in base.of_models("step")]
-        rows = zip(base.folders, ids, steps, added, base.commits, base.contents, base.links, strict=True)
+        links = [i in base.links for i in range(len(ids))]
+        rows = zip(base.folders, ids, steps, added, base.commits, base.contents, links, strict=True)
         return {row[0]: Entry(*row) for row in rows}
 
     def view_file(self) -> ViewFile:
         """Return the view as it is on disk; none if somebody removed it."""
-        there = all(self.objects.exists(f"{group}/zarr.json") for group in (VIEW, INDEX))
-        return ViewFile(self.objects, loads(self.objects.get("zarr.json")) if there else {})
+        if not all(self.objects.exists(f"{group}/zarr.json") for group in (VIEW, INDEX)):
+            return ViewFile(self.objects, {})
+        data = self.objects.get("zarr.json")
+        if data != self._root[0]:
+            self._root = data, loads(data)
+        return ViewFile(self.objects, self._root[1])
 
     def sorted(self) -> list[Entry]:
         """Return what is known of all models, by (step, added, natural order)."""

@@ -203,7 +203,9 @@ class Store:
         if not replacing:
             self._access.check_free(header.model_id)
         old = self._access.find(header.model_id)
-        taken = [name for name in self._objects.list_dir(MODELS) if name != "zarr.json"]
+        taken = [*self._access.table()]
+        if not self._objects.in_memory:  # where a killed writer may have left a folder that is no model
+            taken += self._objects.list_dir(MODELS)
         return replace(header, folder=folder_of(header.model_id, taken), replaces=old.folder if old else "")
 
     def _publish(self, header: Header, prefix: str, write: Callable[[str], tuple[Parameters, str]]) -> Added:

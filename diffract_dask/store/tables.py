@@ -359,9 +359,9 @@ def content_of(parameters: Parameters, *, link: bool) -> str:
     if link:
         columns = ("name", "path", "offset", "size", "mtime_ns", "header")
         text = "\n".join("\0".join(str(getattr(parameters, c)[i]) for c in columns) for i in order)
-        return "link:" + blake2b(text.encode(), digest_size=16).hexdigest()
+        return "link:" + blake2b(text.encode(), digest_size=8).hexdigest()
     if (parameters.analysed & (parameters.digest == "")).any():
         return ""
     contents = [d or f"{s} {t}" for d, s, t in zip(parameters.digest, parameters.shape, parameters.dtype, strict=True)]
     rows = (f"{parameters.name[i]}\0{contents[i]}" for i in order)
-    return blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
+    return blake2b("\n".join(rows).encode(), digest_size=8).hexdigest()

@@ -180,7 +180,7 @@ class ViewFile:
         self.folders: list[str] = state.get("folders", [])
         self.commits: list[int] = state.get("commits", [])
         self.contents: list[str] = state.get("contents", [])
-        self.links: list[bool] = state.get("links", [])
+        self.links: set[int] = set(state.get("links", []))
         self.documented: list[int] = state.get("documented", [])
         self._array_attrs: dict[str, dict[str, Any]] = state.get("arrays", {})
         self.slots: dict[str, list[str]] = {path: state.get("slots", {}).get(path, []) for path, *_ in PLANES.values()}

@@ -86,7 +86,7 @@ class Viewing:
         state = {
             "generation": access.count + 1,
             "contents": [entry.content for entry in entries],
-            "links": [entry.link for entry in entries],
+            "links": [i for i, entry in enumerate(entries) if entry.link],
         }
         update_view(self._objects, layout, attrs, state, created_by(), anew=anew, documents=documents)
         access.stamped = access.count + 1

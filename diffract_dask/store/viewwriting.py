@@ -77,7 +77,7 @@ def update_view(
         Attributes of the fields' variables.
     state : mapping
         What is kept beside: ``generation``, the count of writes at which the view will be up to date; ``contents``
-        and ``links`` by model.
+        by model; ``links``, the positions of linked models.
     created_by : str
     anew : bool
         Write all chunks; so it is done whenever positions change or a field is gone, too.
