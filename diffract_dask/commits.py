@@ -16,6 +16,7 @@ from diffract_dask.fields import MISSING, Status
 from diffract_dask.kernel import Keys
 from diffract_dask.plan import Plan, Step, field_attrs
 from diffract_dask.store import Commit
+from diffract_dask.stored import stored_values
 
 if TYPE_CHECKING:
     from diffract_dask.store import Store
@@ -27,6 +28,7 @@ Index = NDArray[np.intp]
 Statuses = NDArray[np.uint8]
 
 _COPIED_BYTES = 256 * 2**20
+_NOT_COMPUTED = (MISSING, Status.INGESTED)
 
 
 @dataclass(frozen=True)
@@ -127,14 +129,15 @@ class Writer:
         cells, view = self.plan.cells, self.plan.view
         kernel = step.kernel.name
         batch.keys[kernel] = [(to, step.expected[cells.of[to]])]
+        batch.ran[kernel] = [to]
         self._drop_others(batch, step, to, step.expected[cells.of[to]])
         source = step.source[cells.of[to]]
         for name in step.stored_fields:
-            held = self._status(name, source) != MISSING
+            held = ~np.isin(self._status(name, source), _NOT_COMPUTED)
             lost = self._outdated(step, name, to[~held], step.expected[cells.of[to[~held]]])
             self._drop(batch, name, lost)
-            for part in self._one_shape(to[held]):
-                values, status = graph.stored_values(self.plan, self.store, name, step.source[cells.of[part]])
+            for part in self._one_shape(to[held & self._may_write(step, name, to)]):
+                values, status = stored_values(self.plan, self.store, name, step.source[cells.of[part]])
                 batch.values.setdefault(name, []).append((part, values, status))
         for cell, origin in zip(to[step.failed[cells.of[to]]], source[step.failed[cells.of[to]]], strict=True):
             reasons = self.failures_of(view.model_ids[cells.model[origin]])
@@ -154,13 +157,18 @@ class Writer:
             return np.full(len(cells), MISSING, np.uint8)
         return self.plan.view.status[name][self.plan.cells.model[cells], self.plan.cells.name[cells]]
 
+    def _may_write(self, step: Step, name: str, to: Index) -> NDArray[np.bool_]:
+        """Return which cells take a computed value: an ingested one stays until its field is asked for."""
+        allowed: NDArray[np.bool_] = (self._status(name, to) != Status.INGESTED) | (name in step.asked)
+        return allowed
+
     def _outdated(self, step: Step, name: str, to: Index, keys: Keys) -> Index:
         """Return the cells that hold a value of a field under another key than `keys`."""
         view, cells, kernel = self.plan.view, self.plan.cells, step.kernel.name
         if kernel not in view.keys or not len(to):
             return to[:0]
         have = view.keys[kernel][cells.model[to], cells.name[to]]
-        lost: Index = to[(self._status(name, to) != MISSING) & (have != keys)]
+        lost: Index = to[~np.isin(self._status(name, to), _NOT_COMPUTED) & (have != keys)]
         return lost
 
     def _drop(self, batch: _Batch, name: str, lost: Index) -> None:
@@ -226,8 +234,9 @@ class Writer:
                 continue
             cell, index = to[receives], at[receives]
             for output in step.stored_fields:
-                values, status = bundle.values[output][index], bundle.status[output][index]
-                batch.values.setdefault(output, []).append((cell, values, status))
+                chosen = self._may_write(step, output, cell)
+                values, status = bundle.values[output][index[chosen]], bundle.status[output][index[chosen]]
+                batch.values.setdefault(output, []).append((cell[chosen], values, status))
             if step.stored_fields:
                 batch.keys.setdefault(name, []).append((cell, keys[name][index]))
                 self._drop_others(batch, step, cell, keys[name][index])
@@ -283,7 +292,7 @@ class Writer:
             commit.values[name] = (rows, scalars[at], status[at])
             if (status[at] != MISSING).any():
                 commit.attrs[name] = attrs
-            kept = [i for i, array in enumerate(at) if is_array and arrays[array] is not None]
+            kept = [i for i, array in enumerate(at) if arrays[array] is not None] if is_array else []
             if kept:
                 commit.arrays[name] = (rows[kept], [a for i in kept if (a := arrays[at[i]]) is not None])
 

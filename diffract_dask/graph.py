@@ -6,7 +6,6 @@ hand, because generic blockwise layers are fused and lose the kernels' names in 
 
 from __future__ import annotations
 
-import contextlib
 import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +18,22 @@ import numpy as np
 from dask._task_spec import Task, TaskRef
 from numpy.typing import NDArray
 
-from diffract_dask.errors import FieldNotFoundError, ModelNotFoundError, SourceError, StoreError
+from diffract_dask.digests import digest_key
+from diffract_dask.errors import ModelNotFoundError, SourceError, StoreError
 from diffract_dask.fields import MISSING, Status
 from diffract_dask.kernel import GIVEN, SHAPE, WEIGHTS, Kernel, Streamed, own_params
 from diffract_dask.linalg import blas_threads
 from diffract_dask.memory import field_bytes
 from diffract_dask.plan import Group, Plan
+from diffract_dask.stored import stored_values
 
 if TYPE_CHECKING:
     from diffract_dask.store import Slices, Store
 
-__all__ = ["Block", "Bundle", "Call", "StoredArrays", "blocks", "build", "outputs_of", "real_numbers", "stored_values"]
+__all__ = ["Block", "Bundle", "Call", "blocks", "build", "outputs_of", "real_numbers"]
+
+
+_UNREADABLE = (SourceError, StoreError, OSError)
 
 
 class Call(NamedTuple):
@@ -150,24 +154,12 @@ def _block(
     keep: Mapping[str, Sequence[str]],
 ) -> Block:
     token, inner = tokens
-    rows_in_model = group.rows_in_model[positions]
     classes = group.classes[positions]
     n = len(classes)
     tasks: dict[Any, Any] = {}
     steps = [plan.steps[name] for name in group.kernels]
-    reads = any(WEIGHTS in step.kernel.inputs for step in steps)
-    slices = store.slices(group.model_id, rows_in_model) if reads else None
-    if slices is not None and plan.resources.distributed and store.in_memory:
-        slices = slices.inline()
-    where: dict[str, TaskRef] = {}
-    streamed: dict[str, tuple[str, int]] = {}
-    if slices is not None and group.layout.streamed:
-        streamed = _streams(plan, group, slices, inner, number, tasks)
-        where[WEIGHTS] = TaskRef(streamed[WEIGHTS])
-    elif slices is not None:
-        key = (f"weights-{inner}", number)
-        tasks[key] = Task(key, load, slices)
-        where[WEIGHTS] = TaskRef(key)
+    slices, streamed = _weights(plan, store, group, positions, inner, number, tasks)
+    where = {WEIGHTS: TaskRef(streamed.get(WEIGHTS, (f"weights-{inner}", number)))} if tasks else {}
     given = _given(plan, store, group, classes)
     # Many blocks at once: one BLAS thread each. A block that runs alone: all those of its process.
     alone = group.layout.streamed or group.layout.at_once == 1
@@ -185,22 +177,50 @@ def _block(
             tasks[key] = Task(key, run, call, n, fixed, tuple(sources), *sources.values())
         for output in step.kernel.outputs:
             where[output] = TaskRef(key)
-    kept = {step.kernel.name: tuple(keep[step.kernel.name]) for step in steps if keep.get(step.kernel.name)}
-    key = (f"collect-{inner}", number)
-    refs = {(f"{name}-{token}", number): TaskRef((f"{name}-{token}", number)) for name in kept}
-    digests = []
+    kept = {name: tuple(keep[name]) for name in group.kernels if keep.get(name)}
+    sources_of = [TaskRef((f"{name}-{token}", number)) for name in kept]
     if group.linked and WEIGHTS in where:
         digest = (f"digest-{inner}", number)
         if digest not in tasks:
             tasks[digest] = Task(digest, take_digests, where[WEIGHTS])
-        digests.append(TaskRef(digest))
-    tasks[key] = Task(key, collect, n, tuple(kept.values()), *refs.values(), *digests)
-    sent = sum(values.nbytes for values, _ in given.values())
-    nbytes = sent + n * sum(
-        field_bytes(plan.registry.field(f), group.rows, group.cols) for fs in kept.values() for f in fs
-    )
+        sources_of.append(TaskRef(digest))
+    key = (f"collect-{inner}", number)
+    tasks[key] = Task(key, collect, n, tuple(kept.values()), *sources_of)
+    outputs = [plan.registry.field(name) for names in kept.values() for name in names]
+    nbytes = sum(values.nbytes for values, _ in given.values())
+    nbytes += n * sum(field_bytes(output, group.rows, group.cols) for output in outputs)
     alone = group.layout.at_once < plan.resources.workers
     return Block(group, positions, key, tasks, group.layout.seconds * n, nbytes, alone)
+
+
+def _weights(
+    plan: Plan, store: Store, group: Group, positions: slice, token: str, number: int, tasks: dict[Any, Any]
+) -> tuple[Slices | None, dict[str, tuple[str, int]]]:
+    """Add the tasks that read the weights of a block, if it needs any; return the slices, and the key of each state."""
+    if not any(WEIGHTS in plan.steps[name].kernel.inputs for name in group.kernels):
+        return None, {}
+    key = (f"weights-{token}", number)
+    try:
+        slices = _slices(plan, store, group, positions)
+    except _UNREADABLE as error:
+        tasks[key] = Task(key, Bundle, len(group.classes[positions]), error=error)
+        return None, {}
+    if group.layout.streamed:
+        return slices, _streams(plan, group, slices, token, number, tasks)
+    tasks[key] = Task(key, load, slices)
+    return slices, {}
+
+
+def _slices(plan: Plan, store: Store, group: Group, positions: slice) -> Slices:
+    """Return the weights of a block, to be read by tasks; StoreError if they are not those of the plan any more."""
+    try:
+        slices = store.slices(group.model_id, group.rows_in_model[positions])
+    except (ModelNotFoundError, IndexError) as error:
+        raise StoreError(f"{group.model_id}: erased or replaced after the plan was made") from error
+    expected = plan.cells.weights[group.classes[positions]]
+    if not slices.linked and [digest_key(digest) for digest in slices.digests] != expected.tolist():
+        raise StoreError(f"{group.model_id}: replaced after the plan was made")
+    return slices.inline() if plan.resources.distributed and store.in_memory else slices
 
 
 def _sources(
@@ -229,52 +249,6 @@ def _given(plan: Plan, store: Store, group: Group, classes: NDArray[np.intp]) ->
         values, status = stored_values(plan, store, name, step.source[classes])
         result[name] = (values, status)
     return result
-
-
-def stored_values(plan: Plan, store: Store, name: str, cells: NDArray[np.intp]) -> tuple[Any, NDArray[np.uint8]]:
-    """Return the stored values ``(n, …)`` and statuses of one field at some cells, all of one shape."""
-    view = plan.view
-    models, names = plan.cells.model[cells], plan.cells.name[cells]
-    status = view.status[name][models, names]
-    if not plan.registry.field(name).dims:
-        return view.values[name][models, names], status
-    return np.stack(StoredArrays(plan, store, name, cells).read()), status
-
-
-class StoredArrays:
-    """An array field at some cells, as it was stored when a plan was made; to be read now or inside a task."""
-
-    def __init__(self, plan: Plan, store: Store, field_name: str, cells: NDArray[np.intp]) -> None:
-        models, names = plan.cells.model[cells], plan.cells.name[cells]
-        self.store, self.field, self.kernel = store, field_name, plan.registry.producer(field_name).name
-        self.models, self.names = [plan.view.model_ids[i] for i in models], [plan.view.names[i] for i in names]
-        self.rows = plan.view.row[models, names]
-        self.keys = plan.view.keys[self.kernel][models, names]
-
-    def read(self) -> list[NDArray[np.float64]]:
-        """Return one array per cell; StoreError if the store holds others by now."""
-        found: list[Any] = [None] * len(self.models)
-        with contextlib.suppress(ModelNotFoundError, FieldNotFoundError):
-            for model_id in dict.fromkeys(self.models):
-                at = [i for i, model in enumerate(self.models) if model == model_id]
-                for i, array in zip(at, self.store.arrays(model_id, self.field, self.rows[at]), strict=True):
-                    found[i] = array
-            if self._are_there():  # now: a writer takes the keys away before it touches the values
-                return found
-        raise StoreError(
-            f"stored values of {self.field!r} were changed or erased after the plan was made; run the same call again"
-        )
-
-    def _are_there(self) -> bool:
-        view = self.store.view()
-        models = {model_id: i for i, model_id in enumerate(view.model_ids)}
-        names = {name: i for i, name in enumerate(view.names)}
-        known = all(model in models for model in self.models) and all(name in names for name in self.names)
-        if not known or self.field not in view.status or self.kernel not in view.keys:
-            return False
-        at = [models[model] for model in self.models], [names[name] for name in self.names]
-        same = view.keys[self.kernel][at] == self.keys
-        return bool((same & (view.status[self.field][at] != MISSING)).all())
 
 
 def _streams(
@@ -309,8 +283,6 @@ def _streams(
 
 
 # Tasks. Each runs on a worker: arrays and plain data in, a bundle out.
-
-_UNREADABLE = (SourceError, StoreError, OSError)
 
 
 def load(slices: Slices) -> Bundle:

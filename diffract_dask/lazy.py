@@ -17,6 +17,7 @@ from diffract_dask import graph
 from diffract_dask.kernel import Kernel
 from diffract_dask.modellevel import evaluate
 from diffract_dask.plan import Plan, field_attrs, labels
+from diffract_dask.stored import StoredArrays
 
 if TYPE_CHECKING:
     from diffract_dask.store import Store
@@ -126,7 +127,7 @@ def _held(plan: Plan, store: Store, name: str, model: int) -> tuple[NDArray[np.i
     if not len(cells):
         return at, ()
     if plan.registry.field(name).dims:
-        stored = graph.StoredArrays(plan, store, name, source)
+        stored = StoredArrays(plan, store, name, source)
         return at, stored.read() if store.in_memory else stored  # workers could not reach it there
     return at, plan.view.values[name][plan.cells.model[source], plan.cells.name[source]]
 
@@ -142,7 +143,7 @@ def _scatter(
     """Return one field of one model as a row of shape (1, n, …), NaN where there is nothing."""
     row = np.full((len(scope), *widths), np.nan)
     at, stored = held
-    values = stored.read() if isinstance(stored, graph.StoredArrays) else stored
+    values = stored.read() if isinstance(stored, StoredArrays) else stored
     for position, value in zip(at, values, strict=True):
         _place(row, position, value)
     for (to, index), bundle in zip(places, bundles, strict=True):

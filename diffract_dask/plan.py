@@ -54,6 +54,9 @@ class Step:
         Current ones that hold everything that is asked for.
     stored_fields : tuple of str
         Outputs that are written.
+    asked : tuple of str
+        Those of them that are requested, or read from the store by model-level kernels: only these take the place of
+        ingested values.
     reasons : dict
         Number of classes to run by reason.
     """
@@ -69,6 +72,7 @@ class Step:
     current: Mask
     fresh: Mask
     stored_fields: tuple[str, ...]
+    asked: tuple[str, ...]
     reasons: dict[str, int] = field(default_factory=dict)
 
 
@@ -139,6 +143,7 @@ class Plan:
     whole_models: bool
     resources: memory.Resources
     groups: list[Group] = field(default_factory=list)
+    reader: Any = None  # of stored arrays, made by who first reads one
 
     @cached_property
     def members(self) -> Mask:
@@ -273,7 +278,8 @@ def _step(plan: Plan, kernel: Kernel, params: dict[str, Any], key: Keys, retry_f
     """Return the step of one kernel with what the store already holds for it."""
     view, cells = plan.view, plan.cells
     read = {name for other in plan.kernels if other.level == "model" for name in other.inputs}
-    stored = tuple(name for name, f in kernel.outputs.items() if f.persist or name in plan.fields or name in read)
+    asked = tuple(name for name in kernel.outputs if name in plan.fields or name in read)
+    stored = tuple(name for name, f in kernel.outputs.items() if f.persist or name in asked)
     have = (
         view.keys[kernel.name][cells.model, cells.name]
         if kernel.name in view.keys
@@ -297,7 +303,7 @@ def _step(plan: Plan, kernel: Kernel, params: dict[str, Any], key: Keys, retry_f
     raised[cells.of[failed]] = True
     none = np.zeros(cells.n_classes, bool)
     empty = np.zeros(len(cells.of), bool)
-    return Step(kernel, params, key, none, source, raised, empty, empty.copy(), current, fresh, stored)
+    return Step(kernel, params, key, none, source, raised, empty, empty.copy(), current, fresh, stored, asked)
 
 
 def _required(plan: Plan, kernel: Kernel) -> list[str]:

@@ -145,7 +145,7 @@ def many_shards(folder: Path, n: int, tensors: int, shape: tuple[int, int]) -> P
 def shard_peaks(tmp_path: Path, counts: Iterable[int], tensors: int, shape: tuple[int, int], link: bool) -> list[int]:
     """Return the peak of adding and analysing each of `counts` shards in a budget of 16 MiB."""
     before = """
-import dask, numpy as np
+import numpy as np
 dask.config.set({"diffract_dask.memory-budget": "16 MiB"})
 session = Session(sys.argv[1])
 session.models.add({f"w.{i}": np.eye(300, 400, k=i, dtype="f4") for i in range(40)}, "warm")

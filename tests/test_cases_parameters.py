@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_a_large_embedding_is_analysed_in_bounded_memory(
     """
     path, stable_rank, mean = embedding
     before = """
-import dask, numpy as np
+import numpy as np
 dask.config.set({"diffract_dask.memory-budget": "100 MiB"})
 session = Session(sys.argv[1])
 session.models.add({"w.weight": np.eye(900, 800, dtype=np.float32)}, "warm")
@@ -408,6 +409,27 @@ def test_the_file_of_an_optimizer_alone(tmp_path: Path, name: str) -> None:
     assert set(matrices.skip_reason) == {"optimizer"}
     both = {"state_dict": layer.state_dict(), **optimizer.state_dict()}
     session, _ = analysed(both, "frob_norm")
+    assert reasons(session) == {"weight": "", "bias": "vector"}
+
+
+def test_the_folder_of_a_trainer(tmp_path: Path) -> None:
+    """A checkpoint folder with the weights, the optimizer, its schedule, random states and the arguments of a script.
+
+    The weights are read and nothing else is opened, let alone taken for weights.
+    """
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save(layer.state_dict(), tmp_path / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save({"last_epoch": 3, "base_lrs": torch.ones(3, 3)}, tmp_path / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state()}, tmp_path / "rng_state_0.pth")
+    torch.save(argparse.Namespace(lr=0.1), tmp_path / "training_args.bin")
+    for unreadable in ("optimizer.bin", "random_states_0.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (tmp_path / unreadable).write_bytes(b"not a checkpoint")
+    session, _ = analysed(tmp_path, "frob_norm")
     assert reasons(session) == {"weight": "", "bias": "vector"}
 
 

@@ -592,6 +592,34 @@ def test_stored_arrays_that_change_after_the_plan(two, monkeypatch):
     np.testing.assert_allclose(shown(first, "use"), expected)
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda session: session.models.erase("m"),
+        lambda session: session.models.add(weights(5, 1), "m", replace=True),
+        lambda session: session.models.add(weights(5, 3), "m", replace=True),
+    ],
+    ids=["erased", "replaced by fewer", "replaced"],
+)
+def test_a_model_that_is_gone_after_the_plan_while_another_one_has_its_content(two, act, monkeypatch):
+    first, second = two
+    with pytest.warns(errors.DuplicateContentWarning):
+        first.models.add(weights(0), "copy")
+    blocks = graph.blocks
+
+    def after_a_change(*args, **kwargs):
+        monkeypatch.undo()
+        act(second)
+        yield from blocks(*args, **kwargs)
+
+    monkeypatch.setattr(graph, "blocks", after_a_change)
+    first.compute.apply("frob_norm", "param_norm")  # reads the copy, once the first one is found to be gone
+    for model_id, seed in (("copy", 0), ("n", 1)):
+        part = first.filter(model_ids=model_id)
+        np.testing.assert_array_equal(shown(part, "frob_norm"), fresh(weights(seed), "frob_norm"))
+        np.testing.assert_array_equal(shown(part, "param_norm"), fresh(weights(seed), "param_norm"))
+
+
 def test_two_sessions_compute_the_same_at_once(two):
     summaries: list[Any] = []
 
@@ -856,6 +884,22 @@ def test_ingested_values_leave_the_other_outputs_fresh(session):
     session.results.ingest_metrics({uid: {"stable_rank": 1e6}}, force=True)
     session.results.erase("stable_rank")
     assert session.compute.apply("stable_rank").computed["stable_rank"] == 3
+
+
+def test_an_ingested_value_stays_until_its_field_is_asked_for(session):
+    uid = session.models.parameters("m").uid[0]
+    session.compute.apply("frob_norm")
+    session.results.ingest_metrics({uid: {"frob_norm": 1e6}}, force=True)
+    session.models.add({"another": weights()["h.0.w.weight"]}, "n")
+    session.results.erase("weights_mean")
+    session.compute.apply("weights_mean", "stable_rank")
+    assert shown(session, "frob_norm")[0, 0] == 1e6
+    assert states(session.filter(model_ids="m"), "frob_norm") == ["ingested", "fresh", "fresh"]
+    assert "ingested" not in states(session.filter(model_ids="n"), "frob_norm")
+    np.testing.assert_allclose(shown(session, "stable_rank")[0, :3], fresh(weights(), "stable_rank")[0])
+    session.compute.apply("param_norm")
+    np.testing.assert_allclose(shown(session, "param_norm")[0], fresh(weights(), "param_norm")[0])
+    assert "ingested" not in states(session, "frob_norm")
 
 
 def test_an_ingested_value_of_a_skipped_parameter_is_shown_as_such():

@@ -23,6 +23,7 @@ LAYERS = (
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
     {"memory", "selection", "cells"},
     {"plan"},
+    {"stored"},
     {"graph"},
     {"modellevel", "commits", "lazy"},
     {"execute"},

@@ -19,6 +19,11 @@ __all__ = ["INDEX", "Shards", "merge", "resolve", "shard_files"]
 
 INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)")
+_BESIDE = re.compile(
+    r"(optim(izer)?|scheduler|scaler|sampler|rng_states?|random_states?|train(ing|er)?_(args|state))[._-].*"
+    r"|.*_optim_states\..*"
+)
+"""Files that trainers leave beside the weights, in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,13 @@ class Shards:
 
 
 def shard_files(folder: str | Path, suffixes: Sequence[str]) -> list[str]:
-    """Return the names in `folder` that end in one of `suffixes`, or in that and ``.index.json``, sorted."""
+    """Return the names in `folder` that end in one of `suffixes`, or in that and ``.index.json``, sorted.
+
+    The state of optimizers, schedulers and the like, as trainers leave it beside the weights, is left out.
+    """
     ends = tuple(suffixes) + tuple(suffix + INDEX for suffix in suffixes)
-    return sorted(name for name in os.listdir(folder) if name.lower().endswith(ends))
+    names = {name: name.lower() for name in os.listdir(folder)}
+    return sorted(name for name, lower in names.items() if lower.endswith(ends) and not _BESIDE.fullmatch(lower))
 
 
 def resolve(model: str | Path | Sequence[str | Path], suffixes: Sequence[str]) -> Shards:
