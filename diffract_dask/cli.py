@@ -220,12 +220,14 @@ def _add_file(session: Session, path: Path, files: Files, *, link: bool, replace
         "attrs": _fingerprint(path),
         "replace": replace,
     }
-    if link:
-        try:
-            return session.models.add(path, files.default_id(path), link=True, **options)
-        except UnsupportedSourceError as error:
-            click.echo(f"note: {path} is copied, not linked: {error}", err=True)
-    return session.models.add(path, files.default_id(path), link=False, **options)
+    if not link:
+        return session.models.add(path, files.default_id(path), **options)
+    try:
+        return session.models.add(path, files.default_id(path), link=True, **options)
+    except UnsupportedSourceError as error:
+        added = session.models.add(path, files.default_id(path), **options)
+        click.echo(f"note: {path} is copied, not linked: {error}", err=True)
+        return added
 
 
 def _added_before(session: Session, path: Path, model_id: str) -> bool:
@@ -297,12 +299,12 @@ def analyze(files: Files, more: Sequence[str], copy: bool, output: Output) -> No
     fields = list(dict.fromkeys([*ANALYZE_FIELDS, *more]))
     chosen = session.filter(model_ids=ids)
     summary = chosen.compute.apply(*fields)
+    click.echo(str(summary), err=True)
     _print_results(chosen, fields, output)
     if output.format == "table":
         click.echo()
         for model_id in dict.fromkeys(ids):
             _print_skipped(chosen, model_id)
-    click.echo(str(summary), err=True)
 
 
 @cli.command()
@@ -408,6 +410,8 @@ def show(fields: Sequence[str], scope: Any, output: Output) -> None:
     """
     session = open_session(scope)
     chosen = list(fields) or _stored_fields(session)
+    if not fields and output.format != "table":  # one table has either rows of parameters or rows of models
+        chosen = _split_by_level(session, chosen)[0]
     if not chosen or not _print_results(session, chosen, output):
         click.echo("no values; 'diffract-dask status' says what is stored", err=True)
 

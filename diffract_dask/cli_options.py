@@ -218,7 +218,13 @@ def open_session(scope: Mapping[str, Sequence[str]] | None = None, *, mode: str 
         raise click.ClickException(
             f"there is no store at {location}; make one with 'diffract-dask analyze FILE', or name another with --store"
         )
+    from diffract_dask.errors import did_you_mean
+    from diffract_dask.selection import is_pattern
     from diffract_dask.session import Session
 
     session = Session(location, config_path=click.get_current_context().ensure_object(dict).get("config"), mode=mode)
+    for pattern in (scope or {}).get("model_ids") or ():
+        known = session.models.list()
+        if pattern not in known and not is_pattern(pattern):
+            raise click.ClickException(f"no model {pattern!r} in {location}.{did_you_mean(pattern, known)}")
     return session.filter(**scope) if scope else session

@@ -272,8 +272,9 @@ class Writer:
                 self.store.commit(list(commits.values()))
         for commit in commits.values():
             for name, (_, _, status) in commit.values.items():
-                if (status != MISSING).any():
-                    counts[name] = counts.get(name, 0) + int((status != MISSING).sum())
+                made = ~np.isin(status, (MISSING, Status.FAILED))
+                if made.any():
+                    counts[name] = counts.get(name, 0) + int(made.sum())
 
     def _put_values(self, commits: dict[int, Commit], name: str, parts: Sequence[tuple[Index, Any, Statuses]]) -> None:
         to = np.concatenate([cells for cells, _, _ in parts])

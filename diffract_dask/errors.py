@@ -24,6 +24,7 @@ __all__ = [
     "KernelNotFoundError",
     "KernelRegistrationError",
     "LinkBrokenError",
+    "LinkBrokenWarning",
     "MatrixError",
     "MissingExtraError",
     "ModelAlreadyExistsError",
@@ -210,6 +211,10 @@ class DuplicateContentWarning(UserWarning):
 
 class NothingAnalysedWarning(UserWarning):
     """No parameter of the model can be analysed; the message counts the reasons."""
+
+
+class LinkBrokenWarning(UserWarning):
+    """Values of a linked model are asked for whose file is missing, or holds another checkpoint now."""
 
 
 class StaleValuesWarning(UserWarning):

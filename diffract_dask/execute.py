@@ -85,6 +85,9 @@ class ApplySummary:
             if name not in self.computed
         )
 
+    def __repr__(self) -> str:
+        return f"<ApplySummary of {self}>"
+
     def __str__(self) -> str:
         def total(counts: Mapping[str, int]) -> int:
             return sum(counts.get(name, 0) for name in self.fields)

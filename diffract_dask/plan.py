@@ -420,7 +420,7 @@ def _plan_slices(plan: Plan, wanted: Mapping[str, Mask]) -> None:
 
 def _reasons(plan: Plan, step: Step) -> dict[str, int]:
     cells, view = plan.cells, plan.view
-    if not step.run.any() or not step.kernel.persist:
+    if not step.run.any() or not step.stored_fields:
         return {"needed by the others": int(step.run.sum())} if step.run.any() else {}
     name = step.kernel.name
     held = np.zeros(cells.n_classes, bool)

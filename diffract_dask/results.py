@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffract_dask import config, ingest, memory
-from diffract_dask.errors import FieldNotFoundError, SessionError, StaleValuesWarning, did_you_mean
+from diffract_dask.errors import FieldNotFoundError, LinkBrokenWarning, SessionError, StaleValuesWarning, did_you_mean
 from diffract_dask.export import Aggregate, Sources, Table, export_table, tabulate
 from diffract_dask.fields import MISSING, STATUS_MEANING, Status
 from diffract_dask.kernel import Registry
@@ -69,6 +69,7 @@ class ResultsOf:
         for name in names:
             variables.update(self._variable(name, view, mask, models, columns, plan))
         self._warn_if_stale(plan)
+        warn_of_broken_links(self.store, self.selection, stacklevel=4)
         return xr.Dataset(variables, view.coordinates(models, columns))
 
     def _models(self, view: View) -> NDArray[np.intp]:
@@ -263,6 +264,10 @@ class ResultsOf:
             reason[held & ~stale & (codes == code)] = STATUS_MEANING[Status(int(code))]
         reason[held & (codes == Status.INGESTED)] = ""
         reason[stale] = "parameter, version, weights or inputs changed" if known else "no kernel here makes this field"
+        for model_id, text in self.store.broken_links().items():
+            position = view.model_ids.index(model_id)
+            lost = held[position] & np.isin(state[position], ("fresh", "stale", "failed"))
+            state[position, lost], reason[position, lost] = "stale", f"linked file {text}"
         for model in np.flatnonzero(left_out.any(axis=1)):
             at = np.flatnonzero(left_out[model])
             reasons = self.store.parameters(view.model_ids[model]).skip_reason[view.row[model, at]]
@@ -408,6 +413,20 @@ class ResultsOf:
             for kernel in self.registry.kernels.values()
             if set(kernel.outputs) & set(names) and not (set(kernel.outputs) & set(stored)) - set(names)
         ]
+
+
+def warn_of_broken_links(store: Store, selection: Selection, *, stacklevel: int) -> None:
+    """Warn of linked models in scope whose files are missing or hold another checkpoint now."""
+    broken = store.broken_links()
+    lost = [f"{model_id!r}: {broken[model_id]}" for model_id in selection.models(list(broken))]
+    if lost:
+        shown = "; ".join(lost[:3]) + (f"; and {len(lost) - 3} more" if len(lost) > 3 else "")
+        warnings.warn(
+            f"linked files: {shown}. Stored values are those of the file as it was; add the model again with "
+            "replace=True to take the file as it is",
+            LinkBrokenWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def parameter_table(store: Store, selection: Selection, model_id: str | None) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from diffract_dask.errors import FilterError, did_you_mean
 if TYPE_CHECKING:
     from diffract_dask.view import View
 
-__all__ = ["Selection", "matches"]
+__all__ = ["Selection", "is_pattern", "matches"]
 
 Patterns = str | Iterable[str] | None
 
@@ -47,7 +47,7 @@ class Selection:
             for pattern in patterns or ():
                 _compiled(pattern)
         for name in chosen[2] or ():
-            if not _is_pattern(name) and name not in PARAMETER_TYPES:
+            if not is_pattern(name) and name not in PARAMETER_TYPES:
                 raise FilterError(
                     f"no parameter type {name!r}; the types are {', '.join(PARAMETER_TYPES)}."
                     f"{did_you_mean(name, PARAMETER_TYPES)}"
@@ -97,7 +97,7 @@ def matches(patterns: Sequence[str], candidates: Sequence[str]) -> NDArray[np.bo
     for pattern in patterns:
         if pattern in position:
             found[position[pattern]] = True
-        elif _is_pattern(pattern):
+        elif is_pattern(pattern):
             expression = _compiled(pattern)
             found |= np.fromiter((bool(expression.fullmatch(c)) for c in candidates), bool, len(candidates))
     return found
@@ -117,7 +117,8 @@ def _tuple(patterns: Any) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def _is_pattern(text: str) -> bool:
+def is_pattern(text: str) -> bool:
+    """Return whether a text is a glob or a regular expression where no name equals it."""
     return text.startswith("re:") or any(c in text for c in "*?[")
 
 

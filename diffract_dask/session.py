@@ -177,10 +177,14 @@ class Session:
         return f"<diffract_dask.Session {where!r}: {len(self.models.list())} models>"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _NameSpace:
     _state: _State
     _selection: Selection
+
+    def __repr__(self) -> str:
+        public = [name for name in dir(type(self)) if not name.startswith("_")]
+        return f"<session.{type(self).__name__.lower()}: {', '.join(public)}>"
 
     @property
     def _store(self) -> Store:
@@ -336,6 +340,7 @@ class Compute(_NameSpace):
         """
         plan = self._plan(_named(fields), params, retry_failed)
         self._warn_if_empty(plan)
+        results.warn_of_broken_links(self._store, self._selection, stacklevel=2)
         if self._store.read_only and not plan.nothing_to_do:
             raise ReadOnlyStoreError(f"the store {self._store.location!r} is open for reading; open it with mode='a'")
         return run_plan(
@@ -348,11 +353,13 @@ class Compute(_NameSpace):
 
     def plan(self, *fields: str, params: Params | None = None, retry_failed: bool = False) -> Plan:
         """Return what :meth:`apply` would run; ``.explain()`` tells on how many slices, by which route and why."""
+        results.warn_of_broken_links(self._store, self._selection, stacklevel=2)
         return self._plan(_named(fields), params, retry_failed)
 
     def lazy(self, *fields: str, params: Params | None = None) -> xr.Dataset:
         """Return `fields` as lazy arrays over (model_id, name); nothing is computed or stored."""
         plan = self._plan(_named(fields), params, False)
+        results.warn_of_broken_links(self._store, self._selection, stacklevel=2)
         return lazy_dataset(plan, self._store)
 
     def _plan(

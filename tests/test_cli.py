@@ -174,6 +174,7 @@ def test_analyze_computes_the_right_numbers(run: Cli, checkpoint: Path) -> None:
     assert all(row["nonfinite_fraction"] == 0 for row in rows.values())
 
 
+@pytest.mark.filterwarnings("ignore::diffract_dask.errors.LinkBrokenWarning")
 def test_analyze_links_the_file(analysed: Cli, checkpoint: Path) -> None:
     stored = sum(file.stat().st_size for file in analysed.store.rglob("*") if "weights" in file.parts)
     assert stored == 0

@@ -7,6 +7,7 @@ import pytest
 
 from diffract_dask import Session, errors
 from diffract_dask.fields import Status
+from diffract_dask.testing import write_safetensors
 
 SPECTRAL = ("frob_norm", "stable_rank", "effective_rank", "nuclear_norm", "hard_rank", "esd_max", "esd_min")
 
@@ -201,3 +202,24 @@ def test_unknown_field_names_the_nearest(session):
         session.compute.apply("stable_rnk")
     with pytest.raises(errors.ConfigurationError, match="rtol"):
         session.compute.configure_kernel("hard_rank", rtl=1)
+
+
+@pytest.mark.parametrize("how", ["missing", "another"])
+def test_a_linked_file_that_is_lost_is_told(how, tmp_path):
+    path = tmp_path / "m.safetensors"
+    write_safetensors(path, weights())
+    session = Session(str(tmp_path / "s.zarr"))
+    session.models.add(path, "m", link=True)
+    session.compute.apply("stable_rank")
+    path.unlink()
+    if how == "another":
+        write_safetensors(path, {"h.0.w.weight": np.ones((30, 4), np.float32)})
+    with pytest.warns(errors.LinkBrokenWarning, match="m.safetensors"):
+        assert session.compute.apply("stable_rank").reused == {"stable_rank": 3}
+    with pytest.warns(errors.LinkBrokenWarning):
+        session.results.dataset("stable_rank")
+    states = session.results.status("stable_rank")
+    assert set(states.state.values.ravel()) == {"stale"}
+    assert all("m.safetensors" in text for text in states.reason.values.ravel())
+    with pytest.warns(errors.LinkBrokenWarning), pytest.raises(errors.LinkBrokenError):
+        session.compute.apply("weights_lsvs")

@@ -534,6 +534,7 @@ def test_a_linked_file_that_changes_unseen(tmp_path):
         np.testing.assert_array_equal(shown(session, "total")[i], shown(other, "total")[0])
 
 
+@pytest.mark.filterwarnings("ignore::diffract_dask.errors.LinkBrokenWarning")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_linked_file_that_is_gone_does_not_stop_the_others(tmp_path, stream):
     path = tmp_path / "m.safetensors"
@@ -553,6 +554,7 @@ def test_a_linked_file_that_is_gone_does_not_stop_the_others(tmp_path, stream):
         lazy.compute()
 
 
+@pytest.mark.filterwarnings("ignore::diffract_dask.errors.LinkBrokenWarning")
 def test_a_linked_file_that_is_gone_while_another_model_has_its_content(tmp_path):
     path = tmp_path / "m.safetensors"
     write_safetensors(path, weights(0))

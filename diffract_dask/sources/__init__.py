@@ -242,12 +242,15 @@ def _sniff(path: str) -> str:
 
 
 def _unsupported(model: Any, paths: Sequence[str]) -> UnsupportedSourceError:
-    known = "\n".join(f"  {source.name}: {source.summary}" for source in SOURCES.values())
     suffixes = sorted({suffix for source in SOURCES.values() for suffix in source.suffixes})
     if paths:
-        what = f"no source opens {', '.join(paths)!r}; known file names end in {', '.join(suffixes)}"
-    elif hasattr(model, "shape") and hasattr(model, "dtype"):
+        return UnsupportedSourceError(
+            f"no source opens {', '.join(paths)!r}; known file names end in {', '.join(suffixes)}. "
+            "Register your own source with diffract_dask.sources.register"
+        )
+    if hasattr(model, "shape") and hasattr(model, "dtype"):
         what = "a single array has no name; give a mapping {'name': array}"
     else:
         what = f"no source takes a {type(model).__module__}.{type(model).__qualname__}"
+    known = "\n".join(f"  {source.name}: {source.summary}" for source in SOURCES.values())
     return UnsupportedSourceError(f"{what}. Sources:\n{known}\nRegister your own with diffract_dask.sources.register")

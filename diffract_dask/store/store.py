@@ -414,6 +414,10 @@ class Store:
         """
         return self._viewing.view()
 
+    def broken_links(self) -> dict[str, str]:
+        """Return, by linked model, which of its files is missing or holds another checkpoint now."""
+        return self._viewing.broken_links()
+
     def refresh_view(self, timeout: float | None = None) -> None:
         """Write what has changed into the view on disk."""
         self._viewing.refresh(timeout)

@@ -130,21 +130,39 @@ class Viewing:
 
     def _changed_files(self, entry: Entry) -> list[str]:
         """Return the files of a linked model that have another size or time than recorded, and the same layout."""
+        changed, _ = self._compare_files(entry)
+        return changed
+
+    def broken_links(self) -> dict[str, str]:
+        """Return, by linked model, the first of its files that is gone or holds another checkpoint now, and how."""
+        broken: dict[str, str] = {}
+        for entry in self._access.table().values():
+            if entry.link:
+                _, lost = self._compare_files(entry)
+                if lost:
+                    broken[entry.model_id] = lost[0]
+        return broken
+
+    def _compare_files(self, entry: Entry) -> tuple[list[str], list[str]]:
+        """Return the changed files of the same layout, and a text for each that is missing or has another one."""
         header = self._access.header(entry.model_id)
         columns = read_columns(self._objects, header.prefix, header.count, ("path", "size", "mtime_ns"))
         recorded = {path: (int(size), int(mtime)) for path, size, mtime in zip(*columns, strict=True) if path}
-        changed = []
+        changed: list[str] = []
+        lost: list[str] = []
         for path, state in recorded.items():
             try:
                 found = Path(path).stat()
             except OSError:
+                lost.append(f"{path!r} is missing")
                 continue
-            if (found.st_size, found.st_mtime_ns) != state:
+            if (found.st_size, found.st_mtime_ns) == state:
+                continue
+            if _is_same_layout(self._access.parameters(header), path):
                 changed.append(path)
-        if not changed:
-            return []
-        parameters = self._access.parameters(header)
-        return [path for path in changed if _is_same_layout(parameters, path)]
+            else:
+                lost.append(f"{path!r} holds another checkpoint now")
+        return changed, lost
 
     def _forget_digests(self, entry: Entry) -> None:
         access = self._access
