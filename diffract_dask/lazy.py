@@ -182,7 +182,7 @@ def _model_arrays(
                 known = {name: plan.view.model_values[name][model : model + 1] for name in stored}
                 layers[layer][key] = Task(key, dict, known)
                 continue
-            names = cells.name[cells.of_model(model, plan.members)]
+            names = cells.name[plan.members_of(model)]
             refs = [
                 TaskRef((where[name], row) if name in where else (f"{name}-{scatter}", row, 0))
                 for name in step.kernel.inputs

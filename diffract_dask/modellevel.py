@@ -32,7 +32,7 @@ def evaluate_models(plan: Plan) -> dict[str, dict[int, Result]]:
         for model in map(int, np.flatnonzero(step.run)):
             if not _has_inputs(plan, step, model, results):
                 continue
-            names = cells.name[cells.of_model(model, plan.members)]
+            names = cells.name[plan.members_of(model)]
             inputs: list[Any] = []
             for name in step.kernel.inputs:
                 if model in results.get(name, {}):

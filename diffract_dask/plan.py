@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffract_dask import memory
+from diffract_dask.catalog import natural_key
 from diffract_dask.cells import Cells, expected_key
 from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import MISSING, Status
@@ -41,7 +42,7 @@ class Step:
     run : (K,) bool array
         Classes to compute.
     source : (K,) int array
-        A cell that holds fresh values, -1 if none does.
+        A cell that holds everything that is asked for or that other kernels read, -1 if none does.
     failed : (K,) bool array
         Classes whose fresh values are those of a failure.
     copy : (C,) bool array
@@ -149,6 +150,21 @@ class Plan:
     def members(self) -> Mask:
         """Cells that model-level values are over: those in scope, and all if models are taken whole; tied ones once."""
         return self.cells.canonical if self.whole_models else self.cells.distinct(self.scope)
+
+    @cached_property
+    def _rank(self) -> Index:
+        names = [natural_key(name) for name in self.view.names]
+        rank = np.empty(len(names), np.intp)
+        rank[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+        return rank
+
+    def members_of(self, model: int) -> Index:
+        """Return the cells that a model's model-level values are over, in natural order of their names.
+
+        Not in the order of the view, which depends on what other models there are.
+        """
+        mine = self.cells.of_model(model, self.members)
+        return mine[np.argsort(self._rank[self.cells.name[mine]])]
 
     @property
     def nothing_to_do(self) -> bool:
@@ -286,19 +302,19 @@ def _step(plan: Plan, kernel: Kernel, params: dict[str, Any], key: Keys, retry_f
         else np.zeros(len(cells.of), np.uint64)
     )
     current: Mask = (have == key[cells.of]) & (have != 0)
-    fresh, failed = current.copy(), current.copy()
+    fresh, usable, failed = current.copy(), current.copy(), current.copy()
     for name in _required(plan, kernel):
-        if name not in view.status:
-            fresh[:] = False
-            break
-        status = view.status[name][cells.model, cells.name]
-        fresh &= (status != MISSING) & (status != Status.INGESTED)
+        status = view.status[name][cells.model, cells.name] if name in view.status else np.uint8(MISSING)
+        held = (status != MISSING) & (status != Status.INGESTED)
         if retry_failed:
-            fresh &= status != Status.FAILED
+            held &= status != Status.FAILED
+        usable &= held
         failed &= status == Status.FAILED
-    failed &= fresh
+        if name in asked:
+            fresh &= held
+    failed &= usable
     source = np.full(cells.n_classes, -1, np.intp)
-    source[cells.of[fresh]] = np.flatnonzero(fresh)
+    source[cells.of[usable]] = np.flatnonzero(usable)
     raised = np.zeros(cells.n_classes, bool)
     raised[cells.of[failed]] = True
     none = np.zeros(cells.n_classes, bool)
@@ -307,7 +323,7 @@ def _step(plan: Plan, kernel: Kernel, params: dict[str, Any], key: Keys, retry_f
 
 
 def _required(plan: Plan, kernel: Kernel) -> list[str]:
-    """Return the outputs that a cell must hold to be fresh: those that are asked for or that other kernels read."""
+    """Return the outputs that a cell must hold to be a source: those that are asked for or that other kernels read."""
     return [
         name for name in kernel.outputs if name in plan.fields or any(name in other.inputs for other in plan.kernels)
     ]

@@ -401,6 +401,17 @@ def test_a_tied_parameter_counts_where_the_first_one_is_not_in_scope():
     np.testing.assert_allclose(shown(skipping, "param_norm"), sum(norms))
 
 
+def test_the_order_of_slices_does_not_depend_on_other_models():
+    session = Session()
+    norms = {"w.2": 2.0, "w.10": 10.0, "w.1": 1.0}
+    session.models.add({name: np.eye(2) for name in ("w.10", "w.2", "v.1")}, "first")
+    session.models.add({name: np.diag([norm, 0.0]) for name, norm in norms.items()}, "m")
+    session.compute.kernel(name="last", version=1, level="model")(lambda frob_norm: frob_norm[-1] + frob_norm[0] / 100)
+    lazy = session.compute.lazy("last").sel(model_id="m")["last"].compute()
+    session.compute.apply("last")
+    assert shown(session.filter(model_ids="m"), "last").tolist() == [lazy.item()] == [10.01]
+
+
 def test_a_filtered_model_level_value_needs_only_its_own_model(session):
     session.models.add(weights(1), "n")
     session.filter(model_ids="m").compute.apply("param_norm")
