@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from diffract_dask import catalog, graph
 from diffract_dask.cells import expected_keys
-from diffract_dask.errors import ModelNotFoundError
+from diffract_dask.errors import ModelNotFoundError, StoreChangedError
 from diffract_dask.fields import MISSING, Status
 from diffract_dask.kernel import Keys
 from diffract_dask.plan import Plan, Step, field_attrs
@@ -85,11 +85,10 @@ class Writer:
         Models whose weights could not be read in this round, and why.
     avoided : set of str
         Those of all rounds.
-    elsewhere : bool
-        Whether other models have the content that could not be read.
-    contradicted : bool
-        Whether a linked file held something else than its digest says. Only the new digest is stored then, and the
-        others of the model are forgotten: part of the inputs may have been of the old content.
+    again : bool
+        Whether another round has a chance to do more: what was to be read has changed; or other models have the content
+        that could not be read; or a linked file held something else than its digest says. All digests of the model
+        are forgotten then: part of the inputs may have been of the old content.
     """
 
     def __init__(self, plan: Plan, store: Store, before: Writer | None = None) -> None:
@@ -101,7 +100,7 @@ class Writer:
         self.seconds: dict[str, float] = before.seconds if before else {}
         self.kernel_slices: dict[str, int] = before.kernel_slices if before else {}
         self.gone: set[str] = before.gone if before else set()
-        self.contradicted = self.elsewhere = False
+        self.again = False
         self.unreadable: list[tuple[str, Exception]] = []
         self.avoided: set[str] = before.avoided if before else set()
         self._old_failures: dict[str, Mapping[tuple[str, str], str]] = {}
@@ -120,9 +119,14 @@ class Writer:
         size = sum(int(_field_bytes(step, rows, cols).sum()) for step in steps)
         for part in np.array_split(to, max(1, size // _COPIED_BYTES)):
             batch = _Batch()
-            for step in steps:
-                if step.copy[part].any():
-                    self._copy_step(batch, step, part[step.copy[part]])
+            try:
+                for step in steps:
+                    if step.copy[part].any():
+                        self._copy_step(batch, step, part[step.copy[part]])
+            except StoreChangedError as error:
+                self.unreadable.append((self.plan.view.model_ids[cells.model[part[0]]], error))
+                self.again = True
+                continue
             self._send(batch, self.copied)
 
     def _copy_step(self, batch: _Batch, step: Step, to: Index) -> None:
@@ -188,8 +192,11 @@ class Writer:
         for block, bundle in zip(blocks, bundles, strict=True):
             if bundle.error is not None:
                 self.unreadable.append((block.group.model_id, bundle.error))
-                self.avoided.add(block.group.model_id)
-                self.elsewhere |= self._is_elsewhere(block)
+                if isinstance(bundle.error, StoreChangedError):
+                    self.again = True
+                else:
+                    self.avoided.add(block.group.model_id)
+                    self.again |= self._is_elsewhere(block)
                 continue
             self._add_block(batch, block, bundle)
             for name, seconds in bundle.seconds.items():
@@ -219,12 +226,12 @@ class Writer:
                 batch.digests.append((to[mine], [bundle.digests[i] for i in at[mine]]))
                 trusted = ~changed | (cells.weights[classes] == 0)
                 if not trusted.all():
-                    self.contradicted = True
+                    self.again = True
                     batch.doubtful.add(model)
                 to, at = to[trusted[at]], at[trusted[at]]
         failed = {name: step.failed[classes] for name, step in plan.steps.items()}
         for name in block.group.kernels:
-            failed[name] = _raised(bundle, plan.steps[name].stored_fields)
+            failed[name] = self._stored_failures(bundle, plan.steps[name], to, at)
         keys = expected_keys(plan.kernels, plan.registry, plan.roots, weights, cells.shapes[classes], failed)
         for name in block.group.kernels:
             step = plan.steps[name]
@@ -246,6 +253,17 @@ class Writer:
                 if int(i) in reasons:
                     batch.failures[int(c), name] = reasons[int(i)]
 
+    def _stored_failures(self, bundle: graph.Bundle, step: Step, to: Index, at: Index) -> NDArray[np.bool_]:
+        """Return on which slices of a block the next plan will find that a kernel failed."""
+        failed = np.full(bundle.n, bool(step.stored_fields))
+        for name in step.stored_fields:
+            failed &= bundle.status[name] == Status.FAILED
+        if failed.any():
+            receives = np.flatnonzero(step.store[to])
+            written = np.all([self._may_write(step, name, to[receives]) for name in step.stored_fields], axis=0)
+            failed &= np.isin(np.arange(bundle.n), at[receives[written]])
+        return failed
+
     def _send(self, batch: _Batch, counts: dict[str, int]) -> None:
         """Sort the results of a batch by model and commit them."""
         commits: dict[int, Commit] = {}
@@ -260,13 +278,13 @@ class Writer:
             digests = [digest for _, part in batch.digests for digest in part]
             for commit, rows, at in self._by_model(commits, to):
                 commit.digests = (rows, [digests[i] for i in at])
-        for model in batch.doubtful:
-            known = self.store.parameters(commits[model].model_id)
-            every = np.flatnonzero((known.path != "") & (known.digest != ""))
-            commits[model].digests = (every, [""] * len(every))
         with self.store.lock():
             for model in [model for model in commits if not is_there(self.store, self.plan.view, model)]:
                 self.gone.add(commits.pop(model).model_id)
+            for model in batch.doubtful & commits.keys():
+                known = self.store.parameters(commits[model].model_id)
+                every = np.flatnonzero((known.path != "") & (known.digest != ""))
+                commits[model].digests = (every, [""] * len(every))
             self._put_failures(commits, batch)
             if commits:
                 self.store.commit(list(commits.values()))
@@ -329,6 +347,8 @@ class Writer:
 
     def _by_model(self, commits: dict[int, Commit], to: Index) -> Iterator[tuple[Commit, Index, Index]]:
         """Yield (commit, rows in the model's parameters, positions in `to`) of each model that cells belong to."""
+        if not len(to):
+            return
         models = self.plan.cells.model[to]
         order = np.argsort(models, kind="stable")
         found, starts = np.unique(models[order], return_index=True)
@@ -343,14 +363,6 @@ def is_there(store: Store, view: View, model: int) -> bool:
         return bool(store.model_attrs(view.model_ids[model])["added"] == view.added[model])
     except ModelNotFoundError:
         return False
-
-
-def _raised(bundle: graph.Bundle, fields: Sequence[str]) -> NDArray[np.bool_]:
-    """Return on which slices of a block the values of `fields` are those of a failure."""
-    failed = np.full(bundle.n, bool(fields))
-    for name in fields:
-        failed &= bundle.status[name] == Status.FAILED
-    return failed
 
 
 def _field_bytes(step: Step, rows: NDArray[np.int64], cols: NDArray[np.int64]) -> NDArray[np.int64]:

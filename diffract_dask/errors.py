@@ -37,6 +37,7 @@ __all__ = [
     "SessionError",
     "SourceError",
     "StaleValuesWarning",
+    "StoreChangedError",
     "StoreError",
     "StoreLockedError",
     "UnsafePickleError",
@@ -119,6 +120,12 @@ class ReadOnlyStoreError(StoreError):
     """A write to a store that is open for reading only."""
 
     kind = "store_read_only"
+
+
+class StoreChangedError(StoreError):
+    """What the store holds was changed by another process after it was looked at."""
+
+    kind = "store_changed"
 
 
 class StoreLockedError(StoreError):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ApplySummary", "Failure", "run_plan"]
 
 _HELD = 8  # one part in so many of the budget for what a batch brings to this process; two batches are there at once
-_MORE_ROUNDS = 2  # after a linked file turned out to be gone, or to hold something else than its digest says
+_MORE_ROUNDS = 3  # after what was to be read turned out to be gone, or to be something else
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ def run_plan(
     ----------
     replan : callable
         Makes the same plan again from the refreshed view: digests of linked weights are known only after they
-        were read, and model-level values are over what is stored by then. Takes the models that cannot be read.
+        were read, and model-level values are over what is stored by then. Takes the models that cannot be read. Slices
+        that failed are not run once more.
     progress : bool, optional
         Show a progress bar; by default as the setting ``progress`` says.
     """
@@ -126,7 +127,7 @@ def run_plan(
         return _summary(plan, writer, started, {})
     _run_slices(plan, store, writer, settings, progress)
     for _ in range(_MORE_ROUNDS):
-        if not writer.contradicted and not writer.elsewhere:
+        if not writer.again:
             break
         now = replan(writer.avoided)
         writer = Writer(now, store, writer)
@@ -134,7 +135,7 @@ def run_plan(
     models: dict[str, int] = {}
     if any(step.run.any() for step in plan.model_steps.values()):
         with store.lock():  # no other writer is half way through the same values
-            models = _commit_models(replan(()), store, writer, set(plan.view.model_ids))
+            models = _commit_models(replan(()), store, writer, set(writer.plan.view.model_ids))
     store.refresh_view()
     _tell(writer)
     return _summary(plan, writer, started, models)

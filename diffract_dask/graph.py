@@ -19,7 +19,7 @@ from dask._task_spec import Task, TaskRef
 from numpy.typing import NDArray
 
 from diffract_dask.digests import digest_key
-from diffract_dask.errors import ModelNotFoundError, SourceError, StoreError
+from diffract_dask.errors import ModelNotFoundError, SourceError, StoreChangedError, StoreError
 from diffract_dask.fields import MISSING, Status
 from diffract_dask.kernel import GIVEN, SHAPE, WEIGHTS, Kernel, Streamed, own_params
 from diffract_dask.linalg import blas_threads
@@ -160,7 +160,10 @@ def _block(
     steps = [plan.steps[name] for name in group.kernels]
     slices, streamed = _weights(plan, store, group, positions, inner, number, tasks)
     where = {WEIGHTS: TaskRef(streamed.get(WEIGHTS, (f"weights-{inner}", number)))} if tasks else {}
-    given = _given(plan, store, group, classes)
+    try:
+        given = _given(plan, store, group, classes)
+    except StoreChangedError as error:
+        return _unreadable(group, positions, tokens, number, error)
     # Many blocks at once: one BLAS thread each. A block that runs alone: all those of its process.
     alone = group.layout.streamed or group.layout.at_once == 1
     threads = max(1, plan.resources.workers // plan.resources.processes) if alone else 1
@@ -193,6 +196,13 @@ def _block(
     return Block(group, positions, key, tasks, group.layout.seconds * n, nbytes, alone)
 
 
+def _unreadable(group: Group, positions: slice, tokens: tuple[str, str], number: int, error: Exception) -> Block:
+    """Return a block that gives an error in place of every kernel's outputs."""
+    n = len(group.classes[positions])
+    keys = [(f"collect-{tokens[1]}", number), *((f"{name}-{tokens[0]}", number) for name in group.kernels)]
+    return Block(group, positions, keys[0], {key: Task(key, Bundle, n, error=error) for key in keys}, 0.0, 0, False)
+
+
 def _weights(
     plan: Plan, store: Store, group: Group, positions: slice, token: str, number: int, tasks: dict[Any, Any]
 ) -> tuple[Slices | None, dict[str, tuple[str, int]]]:
@@ -212,14 +222,14 @@ def _weights(
 
 
 def _slices(plan: Plan, store: Store, group: Group, positions: slice) -> Slices:
-    """Return the weights of a block, to be read by tasks; StoreError if they are not those of the plan any more."""
+    """Return the weights of a block, to be read by tasks; StoreChangedError if they are not those of the plan."""
     try:
         slices = store.slices(group.model_id, group.rows_in_model[positions])
     except (ModelNotFoundError, IndexError) as error:
-        raise StoreError(f"{group.model_id}: erased or replaced after the plan was made") from error
+        raise StoreChangedError(f"{group.model_id}: erased or replaced after the plan was made") from error
     expected = plan.cells.weights[group.classes[positions]]
     if not slices.linked and [digest_key(digest) for digest in slices.digests] != expected.tolist():
-        raise StoreError(f"{group.model_id}: replaced after the plan was made")
+        raise StoreChangedError(f"{group.model_id}: replaced after the plan was made")
     return slices.inline() if plan.resources.distributed and store.in_memory else slices
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from diffract_dask import memory
 from diffract_dask.catalog import natural_key
 from diffract_dask.cells import Cells, expected_key
-from diffract_dask.errors import ConfigurationError
+from diffract_dask.errors import ConfigurationError, ModelNotFoundError, StoreChangedError
 from diffract_dask.fields import MISSING, Status
 from diffract_dask.kernel import GIVEN, Kernel, Keys, Registry, after_failure, canonical_json, mix, model_key
 from diffract_dask.sources import dtypes
@@ -230,8 +230,10 @@ def make_plan(
     resources: memory.Resources,
     params: Mapping[str, Mapping[str, Any]] | None = None,
     retry_failed: bool = False,
+    retried: bool = False,
     unreadable: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
+    grouped: bool = True,
 ) -> Plan:
     """Decide what must run so that `fields` are stored and fresh for the selected parameters.
 
@@ -245,10 +247,14 @@ def make_plan(
         False under a parameter filter: model-level values would not be over the whole model and are not stored.
     params : mapping, optional
         Parameters of this call, by kernel name.
+    retried : bool
+        Slices that failed were run again already: only model-level kernels are.
     unreadable : collection of str
         Models whose weights are read only where no other model has the same content.
     settings : mapping, optional
         Settings of the session.
+    grouped : bool
+        False for a plan that is only looked at: it cannot be run.
 
     Raises
     ------
@@ -256,6 +262,8 @@ def make_plan(
         Unknown field, kernel or parameter.
     OverBudgetError
         A slice fits in no form; raised before anything runs.
+    StoreChangedError
+        The store is not as `view` says.
     """
     kernels = registry.closure(fields)
     _check_params(registry, params)
@@ -269,12 +277,15 @@ def make_plan(
         if kernel.level == "slice":
             failed = {name: step.failed for name, step in plan.steps.items()}
             keys[kernel.name] = expected_key(kernel, registry, roots, cells.weights, cells.shapes, keys, failed)
-            plan.steps[kernel.name] = _step(plan, kernel, chosen[kernel.name], keys[kernel.name], retry_failed)
+            plan.steps[kernel.name] = _step(
+                plan, kernel, chosen[kernel.name], keys[kernel.name], retry_failed and not retried
+            )
     requested = {registry.producer(name).name for name in fields}
     wanted = {name: scope.copy() if name in requested else np.zeros_like(scope) for name in plan.steps}
     _plan_models(plan, chosen, requested, wanted, np.unique(cells.model[scope]), retry_failed)
     _plan_slices(plan, wanted)
-    plan.groups = _groups(plan, store, unreadable, settings)
+    if grouped:
+        plan.groups = _groups(plan, store, unreadable, settings)
     return plan
 
 
@@ -480,7 +491,13 @@ def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Map
     groups: list[Group] = []
     for position in sorted(by_model):
         model_id = plan.view.model_ids[position]
-        parameters = store.parameters(model_id)
+        try:
+            parameters = store.parameters(model_id)
+            replaced = store.model_attrs(model_id)["added"] != plan.view.added[position]
+        except ModelNotFoundError:
+            replaced = True
+        if replaced:
+            raise StoreChangedError(f"{model_id}: erased or replaced while the plan was made; run the same call again")
         parts: dict[tuple[int, int, str, bool, bytes], list[tuple[int, int]]] = {}
         for label in by_model[position]:
             row = int(plan.view.row[position, plan.cells.name[cell_of[label]]])

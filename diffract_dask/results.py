@@ -70,7 +70,7 @@ class ResultsOf:
             variables.update(self._variable(name, view, mask, models, columns, plan))
         self._warn_if_stale(plan)
         warn_of_broken_links(self.store, self.selection, stacklevel=4)
-        return xr.Dataset(variables, view.coordinates(models, columns))
+        return xr.Dataset(_padded(variables), view.coordinates(models, columns))
 
     def _models(self, view: View) -> NDArray[np.intp]:
         """Return the positions of the models in scope, in the order in which they are shown."""
@@ -175,6 +175,7 @@ class ResultsOf:
             whole_models=self.selection.whole_models if whole is None else whole,
             resources=unlimited,
             settings=self.settings,
+            grouped=False,
         )
 
     def _warn_if_stale(self, plan: Plan | None) -> None:
@@ -427,6 +428,21 @@ def warn_of_broken_links(store: Store, selection: Selection, *, stacklevel: int)
             LinkBrokenWarning,
             stacklevel=stacklevel + 1,
         )
+
+
+def _padded(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return array fields with NaN at the end, so that those with a dimension in common agree in its size."""
+    sizes: dict[str, int] = {}
+    arrays = {name: made for name, made in variables.items() if np.ndim(made[1]) > 2}
+    for dims, values, _ in arrays.values():
+        for dim, n in zip(dims, values.shape, strict=True):
+            sizes[dim] = max(n, sizes.get(dim, 0))
+    found = dict(variables)
+    for name, (dims, values, attrs) in arrays.items():
+        more = [(0, sizes[dim] - n) for dim, n in zip(dims, values.shape, strict=True)]
+        if any(n for _, n in more):
+            found[name] = (dims, np.pad(values, more, constant_values=np.nan), attrs)
+    return found
 
 
 def parameter_table(store: Store, selection: Selection, model_id: str | None) -> pd.DataFrame:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -22,6 +24,7 @@ from diffract_dask.errors import (
     NothingAnalysedWarning,
     ReadOnlyStoreError,
     SessionError,
+    StoreChangedError,
     did_you_mean,
 )
 from diffract_dask.execute import ApplySummary, run_plan
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Session", "list_profiles"]
 
 PROFILES = ("ram", "local")
+_LOOKS = 3
 _LONGEST_FIELD = 200  # array fields are folders of this name
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -346,7 +350,7 @@ class Compute(_NameSpace):
         return run_plan(
             plan,
             self._store,
-            replan=lambda unreadable: self._plan(fields, params, retry_failed, unreadable),
+            replan=lambda unreadable: self._plan(fields, params, retry_failed, unreadable, retried=True),
             settings=self._state.settings,
             progress=progress,
         )
@@ -363,22 +367,32 @@ class Compute(_NameSpace):
         return lazy_dataset(plan, self._store)
 
     def _plan(
-        self, fields: Sequence[str], params: Params | None, retry_failed: bool, unreadable: Collection[str] = ()
+        self,
+        fields: Sequence[str],
+        params: Params | None,
+        retry_failed: bool,
+        unreadable: Collection[str] = (),
+        retried: bool = False,
     ) -> Plan:
-        view = self._store.view()
-        return make_plan(
+        make = partial(
+            make_plan,
             list(dict.fromkeys(fields)),
-            view=view,
             store=self._store,
             registry=self._registry,
-            selected=self._selection.mask(view),
             whole_models=self._selection.whole_models,
             resources=memory.resources(self._state.settings),
             params=params,
             retry_failed=retry_failed,
+            retried=retried,
             unreadable=unreadable,
             settings=self._state.settings,
         )
+        for _ in range(_LOOKS):
+            view = self._store.view()
+            with suppress(StoreChangedError):  # by another process, since the view was made
+                return make(view=view, selected=self._selection.mask(view))
+        view = self._store.view()
+        return make(view=view, selected=self._selection.mask(view))
 
     def _warn_if_empty(self, plan: Plan) -> None:
         if not plan.fields:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diffract_dask.errors import FieldNotFoundError, ModelNotFoundError, StoreError
+from diffract_dask.errors import FieldNotFoundError, ModelNotFoundError, StoreChangedError
 from diffract_dask.fields import MISSING
 from diffract_dask.plan import Plan
 
@@ -64,16 +64,16 @@ class StoredArrays:
         self.keys = plan.view.keys[self.kernel][models, names]
 
     def read(self) -> list[NDArray[np.float64]]:
-        """Return one array per cell; StoreError if the store holds others by now."""
+        """Return one array per cell; StoreChangedError if the store holds others by now."""
         found: list[Any] = [None] * len(self.models)
-        with contextlib.suppress(ModelNotFoundError, FieldNotFoundError):
+        with contextlib.suppress(ModelNotFoundError, FieldNotFoundError, IndexError):  # a model that was replaced
             for model_id in dict.fromkeys(self.models):
                 at = [i for i, model in enumerate(self.models) if model == model_id]
                 for i, array in zip(at, self.reader.store.arrays(model_id, self.field, self.rows[at]), strict=True):
                     found[i] = array
             if self._are_there():  # now: a writer takes the keys away before it touches the values
                 return found
-        raise StoreError(
+        raise StoreChangedError(
             f"stored values of {self.field!r} were changed or erased after the plan was made; run the same call again"
         )
 
