@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +24,7 @@ from diffract_dask.digests import (
     Digester,
     combine_digests,
     digest,
-    digest_key,
+    digest_keys,
     hash_piece,
     is_constant,
     matrix_shape,
@@ -52,7 +53,7 @@ __all__ = [
     "combine_digests",
     "describe",
     "digest",
-    "digest_key",
+    "digest_keys",
     "hash_piece",
     "matrix_shape",
     "natural_key",
@@ -372,6 +373,13 @@ class Parameters:
         if position is None:
             raise ParameterNotFoundError(f"no parameter {name!r}.{did_you_mean(name, self.name)}")
         return position
+
+    @cached_property
+    def kinds(self) -> NDArray[np.intp]:
+        """A number for each row, equal for slices of one shape and stored type in one stack, or in linked files."""
+        columns = (self.rows.tolist(), self.cols.tolist(), self.dtype, self.path != "", self.stack)
+        numbers: dict[tuple[Any, ...], int] = {}
+        return np.array([numbers.setdefault(row, len(numbers)) for row in zip(*columns, strict=True)], np.intp)
 
     def select(self, mask: NDArray[Any]) -> Parameters:
         """Return the rows where `mask` (boolean, or positions) says so."""

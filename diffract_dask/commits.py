@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diffract_dask import catalog, graph
+from diffract_dask import graph
 from diffract_dask.cells import expected_keys
+from diffract_dask.digests import digest_keys
 from diffract_dask.errors import ModelNotFoundError, StoreChangedError
 from diffract_dask.fields import MISSING, Status
 from diffract_dask.kernel import Keys
@@ -189,6 +190,7 @@ class Writer:
     def commit(self, blocks: Sequence[graph.Block], bundles: Sequence[graph.Bundle]) -> None:
         """Commit the results of one batch of blocks."""
         batch = _Batch()
+        alike: dict[tuple[str, tuple[str, ...], bool], tuple[list[Index], list[graph.Bundle]]] = {}
         for block, bundle in zip(blocks, bundles, strict=True):
             if bundle.error is not None:
                 self.unreadable.append((block.group.model_id, bundle.error))
@@ -198,9 +200,14 @@ class Writer:
                     self.avoided.add(block.group.model_id)
                     self.again |= self._is_elsewhere(block)
                 continue
-            self._add_block(batch, block, bundle)
+            which = (block.group.model_id, block.group.kernels, bundle.digests is None)
+            classes, good = alike.setdefault(which, ([], []))
+            classes.append(block.classes)
+            good.append(bundle)
             for name, seconds in bundle.seconds.items():
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        for (model_id, kernels, _), (classes, good) in alike.items():
+            self._add(batch, model_id, kernels, np.concatenate(classes), _joined(good))
         self._send(batch, self.computed)
 
     def _is_elsewhere(self, block: graph.Block) -> bool:
@@ -209,19 +216,19 @@ class Writer:
         models = np.unique(cells.model[np.isin(cells.of, block.classes)])
         return any(self.plan.view.model_ids[model] not in self.avoided for model in models)
 
-    def _add_block(self, batch: _Batch, block: graph.Block, bundle: graph.Bundle) -> None:
+    def _add(self, batch: _Batch, model_id: str, kernels: Sequence[str], classes: Index, bundle: graph.Bundle) -> None:
+        """Add what the kernels gave for some classes, read from one model, to what is to be committed."""
         plan, cells = self.plan, self.plan.cells
-        classes = block.classes
-        counts = self._edges[classes + 1] - self._edges[classes]
+        first, counts = self._edges[classes], self._edges[classes + 1] - self._edges[classes]
         at = np.repeat(np.arange(len(classes)), counts)
-        to = np.concatenate([self._order[self._edges[c] : self._edges[c + 1]] for c in classes])
+        to = self._order[np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(len(at))]
         weights = cells.weights[classes]
         if bundle.digests is not None:
-            weights = np.array([catalog.digest_key(digest) for digest in bundle.digests], np.uint64)
+            weights = digest_keys(bundle.digests)
             changed = weights != cells.weights[classes]
             if changed.any():
                 # What was read is the content of this model's file; other models of the class may differ from it.
-                model = plan.view.model_ids.index(block.group.model_id)
+                model = plan.view.model_ids.index(model_id)
                 mine = changed[at] & (cells.model[to] == model)
                 batch.digests.append((to[mine], [bundle.digests[i] for i in at[mine]]))
                 trusted = ~changed | (cells.weights[classes] == 0)
@@ -230,10 +237,10 @@ class Writer:
                     batch.doubtful.add(model)
                 to, at = to[trusted[at]], at[trusted[at]]
         failed = {name: step.failed[classes] for name, step in plan.steps.items()}
-        for name in block.group.kernels:
+        for name in kernels:
             failed[name] = self._stored_failures(bundle, plan.steps[name], to, at)
         keys = expected_keys(plan.kernels, plan.registry, plan.roots, weights, cells.shapes[classes], failed)
-        for name in block.group.kernels:
+        for name in kernels:
             step = plan.steps[name]
             self.kernel_slices[name] = self.kernel_slices.get(name, 0) + bundle.n
             receives = step.store[to] if step.stored_fields else plan.scope[to]
@@ -355,6 +362,29 @@ class Writer:
         for model, at in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
             commit = commits.setdefault(model, Commit(self.plan.view.model_ids[model]))
             yield commit, self.plan.view.row[model, self.plan.cells.name[to[at]]].astype(np.intp), at
+
+
+def _joined(bundles: Sequence[graph.Bundle]) -> graph.Bundle:
+    """Return one bundle of the slices of several; arrays as an array of objects, for their shapes differ."""
+    if len(bundles) == 1:
+        return bundles[0]
+    joined = graph.Bundle(sum(bundle.n for bundle in bundles))
+    for name, first in bundles[0].values.items():
+        parts = [bundle.values[name] for bundle in bundles]
+        joined.status[name] = np.concatenate([bundle.status[name] for bundle in bundles])
+        if first.ndim == 1:
+            joined.values[name] = np.concatenate(parts)
+        else:
+            joined.values[name] = np.empty(joined.n, object)
+            for i, value in enumerate(value for part in parts for value in part):
+                joined.values[name][i] = value
+    start = 0
+    for bundle in bundles:
+        joined.failures.update({(i + start, kernel): reason for (i, kernel), reason in bundle.failures.items()})
+        start += bundle.n
+    if bundles[0].digests is not None:
+        joined.digests = [digest for bundle in bundles for digest in bundle.digests or ()]
+    return joined
 
 
 def is_there(store: Store, view: View, model: int) -> bool:

@@ -7,7 +7,7 @@ a slice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ __all__ = [
     "Digester",
     "combine_digests",
     "digest",
-    "digest_key",
+    "digest_keys",
     "hash_piece",
     "is_constant",
     "matrix_shape",
@@ -169,6 +169,9 @@ def digest(read: Callable[[int, int], NDArray[Any]], shape: Sequence[int], dtype
     return combine_digests(hashes, shape, dtype)
 
 
-def digest_key(hexdigest: str) -> np.uint64:
-    """Return the root of all keys of a slice: the first 64 bits of its digest; 0 for an unknown (empty) one."""
-    return np.uint64(int(hexdigest[:16], 16) or 1) if hexdigest else np.uint64(0)
+def digest_keys(hexdigests: Iterable[str]) -> NDArray[np.uint64]:
+    """Return the root of all keys of each slice: the first 64 bits of its digest; 0 for an unknown (empty) one."""
+    heads = [digest[:16] for digest in hexdigests]
+    keys = np.frombuffer(bytes.fromhex("".join(head or "0" * 16 for head in heads)), ">u8").astype(np.uint64)
+    keys[(keys == 0) & np.array([bool(head) for head in heads], bool)] = 1
+    return keys

@@ -18,13 +18,13 @@ import numpy as np
 from dask._task_spec import Task, TaskRef
 from numpy.typing import NDArray
 
-from diffract_dask.digests import digest_key
+from diffract_dask.digests import digest_keys
 from diffract_dask.errors import ModelNotFoundError, SourceError, StoreChangedError, StoreError
-from diffract_dask.fields import MISSING, Status
+from diffract_dask.fields import MISSING, Field, Status
 from diffract_dask.kernel import GIVEN, SHAPE, WEIGHTS, Kernel, Streamed, own_params
 from diffract_dask.linalg import blas_threads
 from diffract_dask.memory import field_bytes
-from diffract_dask.plan import Group, Plan
+from diffract_dask.plan import Group, Plan, Step
 from diffract_dask.stored import stored_values
 
 if TYPE_CHECKING:
@@ -37,17 +37,22 @@ _UNREADABLE = (SourceError, StoreError, OSError)
 
 
 class Call(NamedTuple):
-    """What a worker needs of a kernel."""
+    """What a worker needs of a kernel; `dims` are those of its outputs."""
 
     name: str
     function: Callable[..., Any]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    inner: tuple[tuple[int, ...], ...]
+    dims: tuple[tuple[str, ...], ...]
     params: dict[str, Any]
     batch: bool
     status: Callable[..., Any] | None
     blas_threads: int
+
+    def inner(self, rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of each output for one slice of `rows` × `cols`."""
+        size = {"sval": min(rows, cols), "row": rows, "col": cols}
+        return tuple(tuple(size[dim] for dim in dims) for dims in self.dims)
 
 
 @dataclass
@@ -99,16 +104,14 @@ class Block:
         return self.group.classes[self.positions]
 
 
-def call_of(kernel: Kernel, params: Mapping[str, Any], rows: int, cols: int, blas_threads: int = 1) -> Call:
-    """Return the picklable call of a kernel for slices of one shape."""
-    size = {"sval": min(rows, cols), "row": rows, "col": cols}
-    inner = tuple(tuple(size[dim] for dim in f.dims) for f in kernel.outputs.values())
+def call_of(kernel: Kernel, params: Mapping[str, Any], blas_threads: int = 1) -> Call:
+    """Return the picklable call of a kernel."""
     return Call(
         kernel.name,
         kernel.function,
         kernel.inputs,
         tuple(kernel.outputs),
-        inner,
+        tuple(f.dims for f in kernel.outputs.values()),
         dict(params),
         kernel.batch,
         kernel.status,
@@ -128,12 +131,38 @@ def blocks(plan: Plan, store: Store, *, token: str, keep: Mapping[str, Sequence[
         Output fields to collect, by kernel name.
     """
     number = 0
-    inner = uuid4().hex[:8]
+    names = _Names(token, uuid4().hex[:8], keep)
     for group in plan.groups:
         for start in range(0, len(group.classes), group.layout.per_block):
             positions = slice(start, min(start + group.layout.per_block, len(group.classes)))
-            yield _block(plan, store, group, positions, (token, inner), number, keep)
+            yield _block(plan, store, group, positions, names, number)
             number += 1
+
+
+@dataclass(eq=False)
+class _Names:
+    """What the blocks of one graph have in common: names of layers, the fields to collect, and the kernels' calls."""
+
+    token: str
+    inner: str
+    keep: Mapping[str, Sequence[str]]
+    calls: dict[tuple[str, int], Call] = field(default_factory=dict)
+    kept: dict[tuple[str, ...], tuple[dict[str, tuple[str, ...]], list[Field]]] = field(default_factory=dict)
+
+    def call(self, step: Step, threads: int) -> Call:
+        """Return the call of a kernel; there are thousands of tasks, and a few calls."""
+        key = (step.kernel.name, threads)
+        if key not in self.calls:
+            self.calls[key] = call_of(step.kernel, step.params, threads)
+        return self.calls[key]
+
+    def collected(self, plan: Plan, kernels: tuple[str, ...]) -> tuple[dict[str, tuple[str, ...]], list[Field]]:
+        """Return which outputs of some kernels are collected: their names by kernel, and all of them as declared."""
+        if kernels not in self.kept:
+            kept = {name: tuple(self.keep[name]) for name in kernels if self.keep.get(name)}
+            outputs = [plan.registry.field(name) for fields in kept.values() for name in fields]
+            self.kept[kernels] = kept, outputs
+        return self.kept[kernels]
 
 
 def build(parts: Sequence[Block]) -> tuple[dict[Any, Any], list[tuple[str, int]]]:
@@ -149,13 +178,13 @@ def _block(
     store: Store,
     group: Group,
     positions: slice,
-    tokens: tuple[str, str],
+    names: _Names,
     number: int,
-    keep: Mapping[str, Sequence[str]],
 ) -> Block:
-    token, inner = tokens
+    token, inner = names.token, names.inner
     classes = group.classes[positions]
     n = len(classes)
+    shape = (n, group.rows, group.cols)
     tasks: dict[Any, Any] = {}
     steps = [plan.steps[name] for name in group.kernels]
     slices, streamed = _weights(plan, store, group, positions, inner, number, tasks)
@@ -163,13 +192,13 @@ def _block(
     try:
         given = _given(plan, store, group, classes)
     except StoreChangedError as error:
-        return _unreadable(group, positions, tokens, number, error)
+        return _unreadable(group, positions, names, number, error)
     # Many blocks at once: one BLAS thread each. A block that runs alone: all those of its process.
     alone = group.layout.streamed or group.layout.at_once == 1
     threads = max(1, plan.resources.workers // plan.resources.processes) if alone else 1
     for step in steps:
         name = step.kernel.name
-        call = call_of(step.kernel, step.params, group.rows, group.cols, threads)
+        call = names.call(step, threads)
         key = (f"{name}-{token}", number)
         if name in streamed:
             stream = step.kernel.blocks
@@ -177,10 +206,10 @@ def _block(
             tasks[key] = Task(key, finish, call, stream, slices, group.layout.read_bytes, TaskRef(streamed[name]))
         else:
             sources, fixed = _sources(plan, call, where, given, group, n)
-            tasks[key] = Task(key, run, call, n, fixed, tuple(sources), *sources.values())
-        for output in step.kernel.outputs:
-            where[output] = TaskRef(key)
-    kept = {name: tuple(keep[name]) for name in group.kernels if keep.get(name)}
+            tasks[key] = Task(key, run, call, shape, fixed, tuple(sources), *sources.values())
+        made = TaskRef(key)
+        where.update((output, made) for output in call.outputs)
+    kept, outputs = names.collected(plan, group.kernels)
     sources_of = [TaskRef((f"{name}-{token}", number)) for name in kept]
     if group.linked and WEIGHTS in where:
         digest = (f"digest-{inner}", number)
@@ -189,17 +218,16 @@ def _block(
         sources_of.append(TaskRef(digest))
     key = (f"collect-{inner}", number)
     tasks[key] = Task(key, collect, n, tuple(kept.values()), *sources_of)
-    outputs = [plan.registry.field(name) for names in kept.values() for name in names]
     nbytes = sum(values.nbytes for values, _ in given.values())
     nbytes += n * sum(field_bytes(output, group.rows, group.cols) for output in outputs)
     alone = group.layout.at_once < plan.resources.workers
     return Block(group, positions, key, tasks, group.layout.seconds * n, nbytes, alone)
 
 
-def _unreadable(group: Group, positions: slice, tokens: tuple[str, str], number: int, error: Exception) -> Block:
+def _unreadable(group: Group, positions: slice, names: _Names, number: int, error: Exception) -> Block:
     """Return a block that gives an error in place of every kernel's outputs."""
     n = len(group.classes[positions])
-    keys = [(f"collect-{tokens[1]}", number), *((f"{name}-{tokens[0]}", number) for name in group.kernels)]
+    keys = [(f"collect-{names.inner}", number), *((f"{name}-{names.token}", number) for name in group.kernels)]
     return Block(group, positions, keys[0], {key: Task(key, Bundle, n, error=error) for key in keys}, 0.0, 0, False)
 
 
@@ -228,7 +256,7 @@ def _slices(plan: Plan, store: Store, group: Group, positions: slice) -> Slices:
     except (ModelNotFoundError, IndexError) as error:
         raise StoreChangedError(f"{group.model_id}: erased or replaced after the plan was made") from error
     expected = plan.cells.weights[group.classes[positions]]
-    if not slices.linked and [digest_key(digest) for digest in slices.digests] != expected.tolist():
+    if not slices.linked and not np.array_equal(digest_keys(slices.digests), expected):
         raise StoreChangedError(f"{group.model_id}: replaced after the plan was made")
     return slices.inline() if plan.resources.distributed and store.in_memory else slices
 
@@ -241,7 +269,7 @@ def _sources(
     fixed: dict[str, Any] = {}
     for name in call.inputs:
         if name == SHAPE:
-            fixed[name] = (np.tile(np.array([group.rows, group.cols], np.int64), (n, 1)), np.zeros(n, np.uint8))
+            fixed[name] = (np.full((n, 2), (group.rows, group.cols), np.int64), np.zeros(n, np.uint8))
         elif name in where:
             sources[name] = where[name]
         else:
@@ -311,9 +339,12 @@ def load(slices: Slices) -> Bundle:
     return Bundle(n, {WEIGHTS: weights}, {WEIGHTS: np.zeros(n, np.uint8)}, digests=digests, seconds=seconds)
 
 
-def run(call: Call, n: int, fixed: Mapping[str, Any], names: tuple[str, ...], *bundles: Bundle) -> Bundle:
-    """Run one kernel on a block; where a batch raises, slice by slice, so that one slice fails alone."""
+def run(
+    call: Call, shape: tuple[int, int, int], fixed: Mapping[str, Any], names: tuple[str, ...], *bundles: Bundle
+) -> Bundle:
+    """Run one kernel on a block (n, rows, cols); where a batch raises, slice by slice, so that one fails alone."""
     started = time.perf_counter()
+    n, inner = shape[0], call.inner(*shape[1:])
     for source in bundles:
         if source.error is not None:
             return Bundle(n, error=source.error)
@@ -327,13 +358,13 @@ def run(call: Call, n: int, fixed: Mapping[str, Any], names: tuple[str, ...], *b
     with blas_threads(call.blas_threads):
         if call.batch:
             try:
-                outputs = _checked(call, n, call.function(*inputs, **own_params(call.params)))
+                outputs = _checked(call, inner, n, call.function(*inputs, **own_params(call.params)))
             except KeyboardInterrupt:
                 raise
             except BaseException:
-                outputs = _one_by_one(call, n, inputs, bundle)
+                outputs = _one_by_one(call, inner, inputs, bundle)
         else:
-            outputs = _one_by_one(call, n, inputs, bundle)
+            outputs = _one_by_one(call, inner, inputs, bundle)
     bundle.values = dict(zip(call.outputs, outputs, strict=True))
     _fill_status(call, bundle, [known[name] for name in call.inputs])
     bundle.seconds[call.name] = time.perf_counter() - started
@@ -373,28 +404,32 @@ def real_numbers(name: str, value: Any) -> NDArray[np.float64]:
     return array.astype(np.float64, copy=False)
 
 
-def _checked(call: Call, n: int | None, result: Any) -> list[NDArray[Any]]:
+Inner = tuple[tuple[int, ...], ...]
+"""Shape of each output for one slice."""
+
+
+def _checked(call: Call, inner: Inner, n: int | None, result: Any) -> list[NDArray[Any]]:
     """Return a kernel's outputs as arrays of the declared shapes; ValueError otherwise. `n` None: one slice."""
     lead = () if n is None else (n,)
     arrays = []
-    for name, inner, value in zip(call.outputs, call.inner, outputs_of(call.outputs, result), strict=True):
+    for name, expected, value in zip(call.outputs, inner, outputs_of(call.outputs, result), strict=True):
         array = real_numbers(name, value)
-        if array.shape != lead + inner:
-            raise ValueError(f"returned {name} of shape {array.shape}, expected {lead + inner}")
+        if array.shape != lead + expected:
+            raise ValueError(f"returned {name} of shape {array.shape}, expected {lead + expected}")
         arrays.append(array)
     return arrays
 
 
-def _one_by_one(call: Call, n: int, inputs: Sequence[Any], bundle: Bundle) -> list[NDArray[Any]]:
-    outputs = [np.full((n, *inner), np.nan) for inner in call.inner]
-    for i in range(n):
+def _one_by_one(call: Call, inner: Inner, inputs: Sequence[Any], bundle: Bundle) -> list[NDArray[Any]]:
+    outputs = [np.full((bundle.n, *shape), np.nan) for shape in inner]
+    for i in range(bundle.n):
         params = own_params(call.params)
         try:
             if call.batch:
                 one = call.function(*(x[i : i + 1] for x in inputs), **params)
-                made = [x[0] for x in _checked(call, 1, one)]
+                made = [x[0] for x in _checked(call, inner, 1, one)]
             else:
-                made = _checked(call, None, call.function(*(_plain(x[i]) for x in inputs), **params))
+                made = _checked(call, inner, None, call.function(*(_plain(x[i]) for x in inputs), **params))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a user's kernel may raise anything, SystemExit too; the other slices go on
@@ -507,18 +542,19 @@ def finish(call: Call, stream: Streamed, slices: Slices, read_size: int, state: 
     if isinstance(state, Exception):
         return Bundle(1, error=state)
     bundle = Bundle(1)
+    inner = call.inner(slices.rows, slices.cols)
 
     def reread() -> Iterator[NDArray[Any]]:
         return slices.blocks(0, max(slices.rows, slices.cols), read_size)
 
     try:
         with blas_threads(call.blas_threads):
-            outputs = _checked(call, None, stream.finish(state, reread, own_params(call.params)))
+            outputs = _checked(call, inner, None, stream.finish(state, reread, own_params(call.params)))
     except _UNREADABLE as error:
         return Bundle(1, error=error)
     except Exception as error:  # as in a batch: one slice must not stop the others
         bundle.failures[0, call.name] = f"{type(error).__name__}: {error}"
-        outputs = [np.full(inner, np.nan) for inner in call.inner]
+        outputs = [np.full(shape, np.nan) for shape in inner]
     bundle.values = {name: value[np.newaxis] for name, value in zip(call.outputs, outputs, strict=True)}
     _fill_status(call._replace(inputs=()), bundle, [])
     bundle.seconds[call.name] = time.perf_counter() - started

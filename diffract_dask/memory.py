@@ -257,6 +257,8 @@ def route(kernel: Kernel, params: Mapping[str, Any], rows: int, cols: int, dtype
 
 def field_bytes(declared: Field, rows: int, cols: int) -> int:
     """Return the size of one slice's value of a field."""
+    if not declared.dims:
+        return 8
     size = {"sval": min(rows, cols), "row": rows, "col": cols}
     return 8 * math.prod(size[dim] for dim in declared.dims)
 

@@ -484,29 +484,18 @@ def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Map
         return []
     runs = np.stack([step.run for step in steps])
     busy = np.flatnonzero(runs.any(axis=0))
-    cell_of = dict(zip(busy.tolist(), _representatives(plan, busy, unreadable).tolist(), strict=True))
-    by_model: dict[int, list[int]] = {}
-    for label, cell in cell_of.items():
-        by_model.setdefault(int(plan.cells.model[cell]), []).append(label)
+    cells = _representatives(plan, busy, unreadable)
+    models = plan.cells.model[cells]
+    which, kinds = np.unique(runs[:, busy], axis=1, return_inverse=True)
     groups: list[Group] = []
-    for position in sorted(by_model):
-        model_id = plan.view.model_ids[position]
-        try:
-            parameters = store.parameters(model_id)
-            replaced = store.model_attrs(model_id)["added"] != plan.view.added[position]
-        except ModelNotFoundError:
-            replaced = True
-        if replaced:
-            raise StoreChangedError(f"{model_id}: erased or replaced while the plan was made; run the same call again")
-        parts: dict[tuple[int, int, str, bool, bytes], list[tuple[int, int]]] = {}
-        for label in by_model[position]:
-            row = int(plan.view.row[position, plan.cells.name[cell_of[label]]])
-            shape = int(plan.cells.rows[label]), int(plan.cells.cols[label])
-            part = (*shape, str(parameters.dtype[row]), parameters.stack[row] == "", runs[:, label].tobytes())
-            parts.setdefault(part, []).append((row, label))
-        for (rows, cols, dtype_name, linked, which), members in sorted(parts.items()):
-            chosen = [step for step, mine in zip(steps, np.frombuffer(which, bool), strict=True) if mine]
+    for position in np.unique(models).tolist():
+        mine = np.flatnonzero(models == position)
+        rows_in_model = plan.view.row[position, plan.cells.name[cells[mine]]].astype(np.intp)
+        parts = _parts(plan, store, position, busy[mine], rows_in_model, kinds.ravel()[mine])
+        for (rows, cols, dtype_name, linked, kind), members in sorted(parts.items()):
+            chosen = [step for step, runs_here in zip(steps, which[:, kind], strict=True) if runs_here]
             dtype = dtypes.decoded(dtype_name)
+            model_id = plan.view.model_ids[position]
             layout = memory.layout(
                 [(step.kernel, step.params) for step in chosen],
                 len(members),
@@ -514,14 +503,40 @@ def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Map
                 cols,
                 dtype,
                 plan.resources,
-                linked=bool(linked),
+                linked=linked,
                 where=f"{model_id}: {rows} × {cols} {dtype}",
                 settings=settings,
             )
-            row_of, labels = np.array(sorted(members), np.intp).T
+            at = mine[members][np.argsort(rows_in_model[members])]
+            row_of = np.sort(rows_in_model[members])
             names = tuple(step.kernel.name for step in chosen)
-            groups.append(Group(model_id, rows, cols, dtype, linked, labels, row_of, names, layout))
+            groups.append(Group(model_id, rows, cols, dtype, linked, busy[at], row_of, names, layout))
     return groups
+
+
+def _parts(
+    plan: Plan, store: Store, position: int, labels: Index, rows_in_model: Index, kinds: Index
+) -> dict[tuple[int, int, str, bool, int], list[int]]:
+    """Return which slices of one model go together, by shape, stored type, residence and the kernels to run."""
+    model_id = plan.view.model_ids[position]
+    try:
+        parameters = store.parameters(model_id)
+        replaced = store.model_attrs(model_id)["added"] != plan.view.added[position]
+    except ModelNotFoundError:
+        replaced = True
+    if replaced:
+        raise StoreChangedError(f"{model_id}: erased or replaced while the plan was made; run the same call again")
+    columns = (
+        plan.cells.rows[labels].tolist(),
+        plan.cells.cols[labels].tolist(),
+        parameters.dtype[rows_in_model].tolist(),
+        (parameters.stack[rows_in_model] == "").tolist(),
+        kinds.tolist(),
+    )
+    parts: dict[tuple[int, int, str, bool, int], list[int]] = {}
+    for i, part in enumerate(zip(*columns, strict=True)):
+        parts.setdefault(part, []).append(i)
+    return parts
 
 
 def _representatives(plan: Plan, classes: Index, unreadable: Collection[str]) -> Index:

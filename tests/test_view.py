@@ -157,7 +157,7 @@ def play(store: Store, expected: Expected, step: tuple[Any, ...]) -> None:
     if (what == "add" and model_id not in models) or what == "replace":
         tensors = arrays(args[1], tuple(sorted(args[2])))
         keys = {
-            n: int(catalog.digest_key(catalog.digest(lambda i, j, a=a: a[i:j], a.shape, "float32")))
+            n: int(catalog.digest_keys([catalog.digest(lambda i, j, a=a: a[i:j], a.shape, "float32")])[0])
             for n, a in tensors.items()
         }
         add(store, model_id, tensors=tensors, replace=what == "replace")

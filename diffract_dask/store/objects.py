@@ -94,9 +94,20 @@ class Objects:
             raise StoreError(f"the object {key!r} of the store was removed or never written")
         return data
 
+    def in_place(self, key: str) -> memoryview | None:
+        """Return the bytes of an object where they lie in this process's memory, read-only; None if they do not."""
+        buffer = self.store.get_sync(key) if self._direct else None  # type: ignore[attr-defined]
+        return None if buffer is None else memoryview(buffer.as_numpy_array()).cast("B").toreadonly()
+
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
         """Fill `out` with the bytes of an object from `offset` on; StoreError if they are not there."""
-        if self.root is None:
+        held = self.in_place(key)
+        if held is not None:
+            part = held[offset : offset + len(out)]
+            found = len(part)
+            if found == len(out):
+                out[:] = part
+        elif self.root is None:
             wanted = RangeByteRequest(offset, offset + len(out))
             buffer = sync(self.store.get(key, default_buffer_prototype(), wanted))
             found = 0 if buffer is None else len(buffer)

@@ -100,12 +100,31 @@ class Slices:
             return self.load_with_digests()[0]
         if self.data is not None:
             return self.data
+        breaks = self._breaks()
+        held = self._in_place() if self.n and not len(breaks) else None
+        if held is not None:
+            return held
         out = np.empty((self.n, self.rows, self.cols), self.dtype)
         start = 0
-        for stop in [*self._breaks(), self.n] if self.n else []:
+        for stop in [*breaks, self.n] if self.n else []:
             self._load_run(out, start, stop)
             start = stop
         return out
+
+    def _in_place(self) -> NDArray[Any] | None:
+        """Return slices that lie side by side in this process's memory, uncopied and read-only; None if they do not."""
+        assert self.objects is not None
+        stack = self.stacks[self.which[0]]
+        if stack.axis >= 0 or stack.spec.codec != "none":
+            return None
+        chunk, slot = divmod(int(self.index[0]), stack.spec.chunks[0])
+        held = self.objects.in_place(stack.key(chunk))
+        if held is None:
+            return None
+        nbytes = self.rows * self.cols * self.dtype.itemsize
+        mine = held[slot * nbytes : (slot + self.n) * nbytes]
+        whole = len(mine) == self.n * nbytes
+        return np.frombuffer(mine, self.dtype).reshape(self.n, self.rows, self.cols) if whole else None
 
     def _breaks(self) -> NDArray[np.intp]:
         """Return where a run of neighbours in one chunk ends."""

@@ -344,28 +344,23 @@ class Store:
             They differ in shape or type, some are linked and some not, or one has no data in the store.
         """
         header = self._access.header(model_id)
-        parameters = self._access.parameters(header)
+        table = self._access.parameters(header)
         at = np.asarray(indices, np.intp)
-        columns = (parameters.rows, parameters.cols, parameters.dtype, parameters.path != "")
-        if not len(at) or any((column[at] != column[at[0]]).any() for column in columns):
-            kinds = set(zip(*(column[at].tolist() for column in columns), strict=True))
-            raise StoreError(f"{model_id}: slices of one shape and type are wanted, not of {sorted(kinds)}")
-        rows, cols, dtype = int(parameters.rows[at[0]]), int(parameters.cols[at[0]]), str(parameters.dtype[at[0]])
-        is_linked = bool(parameters.path[at[0]])
-        shapes, digests = tuple(parameters.shape[at]), tuple(parameters.digest[at])
+        _, first, which = np.unique(table.kinds[at], return_index=True, return_inverse=True)
+        found = {(int(table.rows[i]), int(table.cols[i]), str(table.dtype[i]), bool(table.path[i])) for i in at[first]}
+        if len(found) != 1:
+            raise StoreError(f"{model_id}: slices of one shape and type are wanted, not of {sorted(found)}")
+        rows, cols, dtype, is_linked = found.pop()
+        shapes, digests = tuple(table.shape[at]), tuple(table.digest[at])
         if is_linked:
-            locations = tuple(place for i in at if (place := parameters.location(int(i))) is not None)
+            locations = tuple(place for i in at if (place := table.location(int(i))) is not None)
             return Slices(rows, cols, dtype, shapes, digests, locations)
-        homes = parameters.stack[at]
-        if (homes == "").any():
-            lost = at[np.flatnonzero(homes == "")[0]]
-            reason = parameters.skip_reason[lost]
-            raise StoreError(f"{model_id}: the store has no data of {parameters.name[lost]!r} ({reason})")
-        names = list(dict.fromkeys(homes.tolist()))
-        stacks = tuple(self._stack(header, name) for name in names)
-        position = {name: i for i, name in enumerate(names)}
-        which = np.array([position[home] for home in homes], np.intp)
-        return Slices(rows, cols, dtype, shapes, digests, (), stacks, which, parameters.index[at], self._objects)
+        if not table.stack[at[first]].all():
+            lost = next(i for i in at if not table.stack[i])
+            reason = table.skip_reason[lost]
+            raise StoreError(f"{model_id}: the store has no data of {table.name[lost]!r} ({reason})")
+        stacks = tuple(self._stack(header, table.stack[i]) for i in at[first])
+        return Slices(rows, cols, dtype, shapes, digests, (), stacks, which, table.index[at], self._objects)
 
     def _stack(self, header: Header, name: str) -> Stack:
         key = (header.folder, header.added, name)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diffract_dask.catalog import Parameters, digest_key
+from diffract_dask.catalog import Parameters
+from diffract_dask.digests import digest_keys
 from diffract_dask.fields import MISSING
 from diffract_dask.store.arrays import KEY_ENCODINGS, STRING, ArraySpec
 from diffract_dask.store.objects import Objects
@@ -121,7 +122,7 @@ class Record:
 
     @cached_property
     def _digests(self) -> NDArray[np.uint64]:
-        return np.array([digest_key(digest) for digest in self.parameters.digest], np.uint64)
+        return digest_keys(self.parameters.digest)
 
     def cells(self, kind: str, name: str = "") -> NDArray[Any] | None:
         """Return the values of a column for the model's parameters (kinds per model: one), None if it has none."""
