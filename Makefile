@@ -31,7 +31,7 @@ demo: .venv/.run
 	$(BIN)/diffract-dask demo
 
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m slow

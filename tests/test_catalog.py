@@ -152,7 +152,7 @@ def test_type_does_not_depend_on_case() -> None:
         (a_tensor("state.layer.weight.exp_avg", 3, 2), SkipReason.OPTIMIZER),
         (a_tensor("optimizer", 3, 2), ""),
     ],
-    ids=str,
+    ids=lambda given: f"{given.shape}-{given.dtype}" if isinstance(given, Tensor) else str(given),
 )
 def test_skip_reason(tensor: Tensor, expected: str) -> None:
     assert list(table(tensor).skip_reason) == [expected]
