@@ -35,6 +35,9 @@ __all__ = ["Block", "Bundle", "Call", "blocks", "build", "outputs_of", "real_num
 
 _UNREADABLE = (SourceError, StoreError, OSError)
 
+_EXPLAINS = ~np.isin(np.arange(256), (Status.OK, Status.FELL_BACK, Status.INGESTED, MISSING))
+"""Which statuses of an input say why an output is NaN."""
+
 
 class Call(NamedTuple):
     """What a worker needs of a kernel; `dims` are those of its outputs."""
@@ -458,8 +461,8 @@ def _fill_status(call: Call, bundle: Bundle, inputs: Sequence[tuple[Any, NDArray
             bundle.values = {name: np.full_like(values, np.nan) for name, values in bundle.values.items()}
     inherited = np.zeros(n, np.uint8)
     for _, status in inputs:
-        explains = ~np.isin(status, (Status.OK, Status.FELL_BACK, Status.INGESTED, MISSING))
-        inherited = np.where((inherited == 0) & explains, status, inherited).astype(np.uint8)
+        if status.any():
+            inherited = np.where((inherited == 0) & _EXPLAINS[status], status, inherited)
     failed = np.zeros(n, bool)
     failed[[i for i, kernel in bundle.failures if kernel == call.name]] = True
     non_finite: NDArray[np.bool_] | None = None

@@ -123,14 +123,14 @@ def test_killed_writers(tmp_path: Path, kills: int) -> None:
     path = tmp_path / "s.zarr"
     Store.open(path)
     chance = random.Random(7)
-    rounds = 0
-    for turn in range(kills):
-        rounds += run_and_kill(path, turn, chance.uniform(0.02, 0.5))
+    rounds = turn = 0
+    while turn < kills or not rounds:  # on a busy machine the first ones may be killed before they have done anything
+        rounds += run_and_kill(path, turn, chance.uniform(0.02, 0.5) * (1 + turn // kills))
+        turn += 1
         check(Store.open(path, "r"))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             xr.open_zarr(str(path), group="view").load()
-    assert rounds > 0
     survivor = Store.open(path)
     with survivor.lock():
         pass

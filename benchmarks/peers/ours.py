@@ -106,7 +106,7 @@ def many_shapes(count: int, shapes: int, seed: int = 0) -> Weights:
     return {f"layer.{i}.weight": rng.standard_normal(sizes[i % shapes], np.float32) for i in range(count)}
 
 
-def overhead(scratch: Path, count: int, shapes: int, repeats: int = 3) -> Figures:
+def overhead(scratch: Path, count: int, shapes: int, repeats: int = 7) -> Figures:
     """Compute on many small blocks, so that the engine's own work is most of it; build their graph alone, too."""
     from diffract_dask import Session
     from diffract_dask.graph import blocks

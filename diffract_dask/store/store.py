@@ -346,7 +346,10 @@ class Store:
         header = self._access.header(model_id)
         table = self._access.parameters(header)
         at = np.asarray(indices, np.intp)
-        _, first, which = np.unique(table.kinds[at], return_index=True, return_inverse=True)
+        kinds = table.kinds[at]
+        first, which = np.zeros(min(1, len(at)), np.intp), np.zeros(len(at), np.intp)
+        if len(at) and (kinds != kinds[0]).any():
+            _, first, which = np.unique(kinds, return_index=True, return_inverse=True)
         found = {(int(table.rows[i]), int(table.cols[i]), str(table.dtype[i]), bool(table.path[i])) for i in at[first]}
         if len(found) != 1:
             raise StoreError(f"{model_id}: slices of one shape and type are wanted, not of {sorted(found)}")

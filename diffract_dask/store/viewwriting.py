@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,11 @@ class _Column:
             self.spec, shape=layout.shape(kind), chunks=self.spec.chunks[inner], dims=self.spec.dims[inner]
         )
 
+    @cached_property
+    def _blank(self) -> NDArray[Any]:
+        """A chunk of fill values, blanked again after use: making one takes as long as coding it."""
+        return self.plane.blank()
+
     def _key(self, index: tuple[int, ...]) -> str:
         return f"{self.path}/{self.spec.key((*self.lead, *index))}"
 
@@ -138,9 +144,10 @@ class _Column:
         for index in np.ndindex(*self.plane.grid):
             part = values[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.plane.chunks, strict=True))]
             if not self.plane.is_fill(part):
-                chunk = self.plane.blank()
-                chunk[tuple(slice(0, n) for n in part.shape)] = part
-                yield self._key(index), self.plane.encode(chunk)
+                filled = self._blank[tuple(slice(0, n) for n in part.shape)]
+                filled[...] = part
+                yield self._key(index), self.plane.encode(self._blank)
+                filled[...] = self.plane.fill_value
 
     def changed_chunks(self, same: Set[str]) -> Iterator[tuple[str, bytes | memoryview | None]]:
         """Yield the chunks in which a changed model differs; None where nothing is left.
@@ -177,7 +184,7 @@ class _Column:
                 added[row - first, at] = values
             yield key, self.plane.with_rows(stored, first, added)
             return
-        chunk = self.plane.decode(stored)
+        chunk = self._blank if stored is None else self.plane.decode(stored)
         changed = False
         for row, _, at, values in parts:
             where = (..., row) if column is None else (..., row, slice(None))
@@ -187,7 +194,10 @@ class _Column:
                 chunk[(..., row) if column is None else (..., row, at)] = values if column is not None else values[0]
             changed |= not _same(old, chunk[where])
         if changed:
-            yield key, None if self.plane.is_fill(chunk) else self.plane.encode(chunk)
+            yield key, None if stored is not None and self.plane.is_fill(chunk) else self.plane.encode(chunk)
+        if stored is None:
+            for row, *_ in parts:
+                chunk[(..., row) if column is None else (..., row, slice(None))] = self.plane.fill_value
 
     def _part(self, record: Record, column: int | None) -> tuple[NDArray[np.intp], NDArray[Any]]:
         """Return places within a chunk, and values, of what a model has there."""
