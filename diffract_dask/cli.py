@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import sys
 import warnings
 from collections import Counter
@@ -26,6 +27,7 @@ from diffract_dask.cli_options import (
     format_option,
     open_session,
     output_options,
+    refuse_unreadable,
     scope_options,
     store_options,
 )
@@ -86,8 +88,14 @@ class _Commands(click.Group):
 
 
 def _fail(message: str) -> None:
-    click.echo("error: " + " ".join(message.split()), err=True)
+    click.echo(f"error: {_said_here(message)}", err=True)
     sys.exit(2)
+
+
+def _said_here(message: str) -> str:
+    """Return a message in one line, with ``replace=True`` and its like as the options that they are here."""
+    options = re.sub(r"\b([a-z]+(?:_[a-z]+)*)=True\b", lambda found: f"--{found[1].replace('_', '-')}", message)
+    return " ".join(options.split())
 
 
 @contextmanager
@@ -95,7 +103,7 @@ def _plain_warnings() -> Iterator[None]:
     """Show the package's own warnings as one line each, without file and line."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+        click.echo(f"warning: {_said_here(str(message))}", err=True)
 
     with warnings.catch_warnings():
         for category in (DuplicateContentWarning, NothingAnalysedWarning, StaleValuesWarning):
@@ -124,11 +132,13 @@ def _split_by_level(session: Session, fields: Sequence[str]) -> tuple[list[str],
 
 
 def _parameter_rows(session: Session, fields: Sequence[str]) -> list[Row]:
-    """Return a row per parameter that has any of the fields: model_id, name, type, shape and the fields."""
+    """Return a row per parameter that has any of the fields: model_id, step, name, type, shape and the fields."""
     rows = []
+    steps = {model_id: session.models.attrs(model_id).get("step") for model_id in session.models.list()}
     for record in session.results.export_metrics(*fields, export_format="list"):
         if any(field in record for field in fields):
             row = {short: record.get(long) for long, short in _COLUMNS.items()}
+            row["step"] = steps.get(str(row["model_id"]))
             rows.append(row | {field: record.get(field) for field in fields})
     return rows
 
@@ -291,6 +301,7 @@ def analyze(files: Files, more: Sequence[str], copy: bool, output: Output) -> No
       diffract-dask analyze model.pt --id baseline -f weights_kurtosis --sort -stable_rank
       diffract-dask analyze model.safetensors --filter 'stable_rank<5' --format csv
     """
+    refuse_unreadable(files.paths)
     session = open_session(mode="a")
     ids = [files.default_id(path) for path in files.paths]
     for path, model_id in zip(files.paths, ids, strict=True):
@@ -320,6 +331,7 @@ def add(files: Files, link: bool) -> None:
       diffract-dask add runs/step-*.safetensors --step auto --link
       diffract-dask add tuned.pt --parent base
     """
+    refuse_unreadable(files.paths)
     session = open_session(mode="a")
     for path in files.paths:
         model_id = _add_file(session, path, files, link=link, replace=files.replace)
@@ -570,13 +582,22 @@ def erase(fields: Sequence[str], scope: Any, dependents: bool, whole_models: boo
         )
     what = ", ".join(fields) if fields else "everything"
     if not yes:
-        click.confirm(f"Erase {what} of {len(ids)} models ({', '.join(ids[:5])}{', …' * (len(ids) > 5)})?", abort=True)
+        _ask(f"Erase {what} of {len(ids)} models ({', '.join(ids[:5])}{', …' * (len(ids) > 5)})?")
     if fields:
         erased = session.results.erase(*fields, dependents=dependents)
         click.echo(f"erased {', '.join(erased.fields) or 'nothing'} of {len(erased.affected_uids)} parameters")
     else:
         erased = session.models.erase(*ids)
         click.echo(f"erased {', '.join(erased.models)}")
+
+
+def _ask(question: str) -> None:
+    try:
+        agreed = click.confirm(question)
+    except click.Abort:
+        raise click.ClickException("nobody answered, so nothing was erased; give --yes to erase unasked") from None
+    if not agreed:
+        raise click.ClickException("nothing was erased")
 
 
 @cli.command()

@@ -25,6 +25,7 @@ __all__ = [
     "format_option",
     "open_session",
     "output_options",
+    "refuse_unreadable",
     "scope_options",
     "store_options",
 ]
@@ -171,6 +172,14 @@ def file_options(command: Command) -> Command:
         click.option("--parent", metavar="ID", help="Model that this one came from."),
         click.option("--replace", is_flag=True, help="Replace a model of this id; values that still hold are kept."),
     )
+
+
+def refuse_unreadable(paths: Sequence[Path]) -> None:
+    """UnsupportedSourceError for a file of a kind that no source reads, before a store is made for it."""
+    from diffract_dask.sources import source_of
+
+    for path in paths:
+        source_of(path)
 
 
 def compute_options(command: Command) -> Command:

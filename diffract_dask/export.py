@@ -240,6 +240,8 @@ def _deliver(text: str, path: Path | None) -> str | None:
 def _replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to that becomes `path` when all went well, so that a failed export leaves no half file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
     try:
         yield partial
         partial.replace(path)

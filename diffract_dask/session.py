@@ -239,16 +239,21 @@ class Models(_NameSpace):
         Raises
         ------
         ModelAlreadyExistsError, InvalidIdentifierError, SourceError
+        SessionError
+            The model is named as its own parent.
         """
         checkpoint = open_checkpoint(model)
         chosen = model_id if model_id is not None else self._free_id(checkpoint.source)
         if not isinstance(chosen, str):
             raise InvalidIdentifierError(f"model_id is a {type(chosen).__name__}; give text, and a number as step=")
+        parents = (parent,) if isinstance(parent, str) else tuple(parent or ())
+        if chosen in parents:
+            raise SessionError(f"{chosen!r} cannot be its own parent; name the model that it was made from, or none")
         added = self._store.add_model(
             chosen,
             checkpoint,
             step=step,
-            parents=(parent,) if isinstance(parent, str) else tuple(parent or ()),
+            parents=parents,
             attrs=dict(attrs or {}),
             overrides=overrides,
             replace=replace,

@@ -385,3 +385,10 @@ def _passing(frob_norm: float) -> float:
 
 def passing_sum(passing: NDArray[Any]) -> float:
     return float(passing.sum())
+
+
+def test_a_model_is_not_its_own_parent() -> None:
+    session = Session()
+    with pytest.raises(errors.SessionError, match="own parent"):
+        session.models.add({"w": np.eye(3)}, "m", parent=["base", "m"])
+    assert session.models.list() == []

@@ -361,7 +361,8 @@ def test_export_writes_what_the_suffix_says(reading: Cli, tmp_path: Path, suffix
 
 
 def test_erase_asks_and_erases(analysed: Cli) -> None:
-    analysed("erase", "hard_rank", code=130, input="n\n")
+    assert "nothing was erased" in analysed("erase", "hard_rank", code=2, input="n\n").stderr
+    assert "--yes" in analysed("erase", "hard_rank", code=2, input="").stderr
     assert len(analysed.json("show", "hard_rank")) == 4
     analysed("erase", "hard_rank", input="y\n")
     assert analysed.json("show", "hard_rank") == []
@@ -431,7 +432,7 @@ def test_user_errors_are_one_line_and_exit_2(run: Cli, argv: list[str], expected
         (["compute", "hard_rank", "--param", "rtol=1"], "KERNEL.NAME=VALUE"),
         (["plan", "stable_rnk"], "stable_rank"),
         (["export", "x.unknown", "stable_rank"], ".csv"),
-        (["export", "no/such/folder/x.csv", "stable_rank"], "No such file"),
+        (["export", "no/such/folder/x.csv", "stable_rank"], "no folder"),
         (["erase", "stable_rnk", "--yes"], "stable_rank"),
     ],
 )
@@ -459,3 +460,30 @@ def test_demo_runs_in_the_folder_that_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("diffract_dask.demo.run", lambda folder: called.append(folder))
     assert CliRunner().invoke(cli, ["demo", str(tmp_path / "d")], catch_exceptions=False).exit_code == 0
     assert called == [tmp_path / "d"]
+
+
+def test_a_file_that_no_source_reads_leaves_no_store(run: Cli, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("not weights")
+    for command in ("analyze", "add"):
+        assert "notes.txt" in run.error(command, tmp_path / "notes.txt")
+        assert not run.store.exists()
+
+
+def test_messages_name_options_and_not_arguments(analysed: Cli, checkpoint: Path) -> None:
+    message = analysed.error("add", checkpoint)
+    assert "--replace" in message
+    assert "=True" not in message
+
+
+def test_a_folder_that_does_not_exist_is_named(reading: Cli, tmp_path: Path) -> None:
+    message = reading.error("export", tmp_path / "no" / "results.csv")
+    assert str(tmp_path / "no") in message
+    assert "partial" not in message
+
+
+def test_rows_are_chosen_by_step(run: Cli, checkpoint: Path) -> None:
+    run("add", checkpoint, "--id", "early", "--step", "10")
+    run("add", checkpoint, "--id", "late", "--step", "20")
+    run("compute", "stable_rank")
+    rows = run.json("show", "stable_rank", "--filter", "step>10")
+    assert {row["model_id"] for row in rows} == {"late"}

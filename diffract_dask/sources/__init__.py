@@ -29,7 +29,7 @@ from diffract_dask.errors import SourceError, UnsupportedSourceError, did_you_me
 if TYPE_CHECKING:
     from diffract_dask.catalog import Checkpoint
 
-__all__ = ["ENTRY_POINTS", "SOURCES", "Source", "open_checkpoint", "register"]
+__all__ = ["ENTRY_POINTS", "SOURCES", "Source", "open_checkpoint", "register", "source_of"]
 
 ENTRY_POINTS = "diffract_dask.sources"
 
@@ -178,14 +178,10 @@ def open_checkpoint(model: Any, **options: Any) -> Checkpoint:
 
     if isinstance(model, Checkpoint):
         return model
-    _load_entry_points()
+    source = source_of(model)
     paths = _paths(model)
     if paths:
-        _check_exist(paths)
         model = paths[0] if isinstance(model, str | os.PathLike) else paths
-    source = _find(model, paths)
-    if source is None:
-        raise _unsupported(model, paths)
     try:
         opened = source.open(model, **options)
     except OSError as error:
@@ -198,6 +194,27 @@ def open_checkpoint(model: Any, **options: Any) -> Checkpoint:
         f"the source {source.name!r} returned a {type(opened).__name__}; expected a Checkpoint or a mapping of names "
         "to arrays"
     )
+
+
+def source_of(model: Any) -> Source:
+    """Return the source that opens a model; nothing is read.
+
+    Raises
+    ------
+    UnsupportedSourceError
+        No source takes it.
+    SourceError
+        The path does not exist.
+    """
+    _load_entry_points()
+    paths = _paths(model)
+    if paths:
+        _check_exist(paths)
+        model = paths[0] if isinstance(model, str | os.PathLike) else paths
+    source = _find(model, paths)
+    if source is None:
+        raise _unsupported(model, paths)
+    return source
 
 
 def _paths(model: Any) -> list[str]:
