@@ -19,6 +19,9 @@ Floats = NDArray[np.float64]
 PIECE = 32768
 """Entries worked on at a time: three float64 buffers of this length stay in a core's second-level cache."""
 
+RUN = 8
+"""Pieces whose extremes are taken together: threads that call NumPy too often wait for each other's interpreter."""
+
 ROW = 4096
 """Length of a sum; BLAS takes its path without packing up to about this length."""
 
@@ -162,11 +165,16 @@ class MomentsStream:
 
     def workspace(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> tuple[int, int]:
         """Return the bytes of the piece buffers, and nothing more for finish."""
-        return 40 * PIECE, 0
+        return workspace_bytes(), 0
 
     def route(self, shape: tuple[int, int], dtype: np.dtype[Any], params: Mapping[str, Any]) -> str:
         """Return the one route there is."""
         return "one pass"
+
+
+def workspace_bytes() -> int:
+    """Return the most that one pass holds beside its results: three buffers of a piece, copies and flags of a run."""
+    return (3 * 8 + RUN * (2 * 8 + 4)) * PIECE
 
 
 def _reshaped(state: _State, lead: tuple[int, ...]) -> _State:
@@ -185,7 +193,7 @@ def _state(flat: NDArray[Any]) -> _State:
     size = flat.shape[1] * flat.shape[2]
     total = np.full(len(flat), float(size))
     if size <= PIECE // 2:
-        group = PIECE // size
+        group = RUN * PIECE // size
         parts = [_measure(flat[i : i + group].reshape(-1, size), -1) for i in range(0, len(flat), group)]
         low, high, zeros, exponent, count, shift, sums = (np.concatenate(part) for part in zip(*parts, strict=True))
         return _State(total, count, zeros, low, high, exponent, *_central(count, shift, sums))
@@ -214,8 +222,8 @@ def _pieces(matrix: NDArray[Any]) -> Iterator[_Piece]:
     """Yield the sums of one matrix, read in the order in which it lies in memory."""
     entries = matrix.ravel(order="K")
     even = matrix.size // ROW * ROW
-    for i in range(0, even, PIECE):
-        yield _measure(entries[i : min(i + PIECE, even)].reshape(-1, ROW), None)
+    for i in range(0, even, RUN * PIECE):
+        yield _measure(entries[i : min(i + RUN * PIECE, even)].reshape(-1, ROW), None)
     if matrix.size > even:
         yield _measure(entries[even:].reshape(1, -1), None)
 
@@ -232,10 +240,7 @@ def _buffers(g: int, length: int) -> Floats:
 
 
 def _measure(x: NDArray[Any], axis: int | None) -> _Piece:
-    """Return the sums of each row of `x` ``(g, l)``.
-
-    The product of the rows [1, x²] and [x, x²] is all four power sums at once: half the time of four dot products.
-    """
+    """Return the sums of each row of `x` ``(g, l)``."""
     narrow = is_narrow(x.dtype)
     if x.dtype not in (np.float32, np.float64):
         x = x.astype(np.float32 if narrow else np.float64)
@@ -249,26 +254,43 @@ def _measure(x: NDArray[Any], axis: int | None) -> _Piece:
         x = np.where(finite, x, np.ones((), x.dtype))
         count = finite.sum(axis=-1).astype(np.float64)
     zeros = _zeros(x, axis)
-    buffers = _buffers(g, length)
-    left, right = buffers[::2].transpose(1, 0, 2), buffers[1:].transpose(1, 2, 0)
-    values, squares = buffers[1], buffers[2]
-    np.copyto(values, x)
     exponent = np.zeros(np.shape(low), np.int32)
     if not narrow:
         exponent = scale_exponent(np.maximum(np.maximum(-low, high), 0.0) + 0.0)
-        if exponent.any():
-            np.ldexp(values, -exponent[..., None], out=values)
     shift: Floats | None = None
-    while True:
-        if finite is not None:
-            values *= finite
-        np.square(values, out=squares)
-        sums = left @ right
-        if shift is not None or not _is_offset(sums, count, axis):
-            break
+    sums = _sums(x, exponent, finite, shift)
+    if _is_offset(sums, count, axis):
         shift = sums[:, 0, 0] / np.maximum(count, 1.0)
-        values -= shift[:, None]
+        sums = _sums(x, exponent, finite, shift)
     return _Piece(low, high, zeros, exponent, count, np.zeros(g) if shift is None else shift, sums)
+
+
+def _sums(
+    x: NDArray[Any], exponent: NDArray[np.int32], finite: NDArray[np.bool_] | None, shift: Floats | None
+) -> Floats:
+    """Return Σy, Σy², Σy³ and Σy⁴ of each row as ``(g, 2, 2)``, y = x / 2**exponent - shift where it is finite.
+
+    The product of the rows [1, y²] and [y, y²] is all four at once: half the time of four dot products.
+    """
+    g, length = x.shape
+    sums = np.empty((g, 2, 2))
+    step = max(1, PIECE // length)
+    scaled = bool(exponent.any())
+    for start in range(0, g, step):
+        rows = slice(start, min(start + step, g))
+        buffers = _buffers(rows.stop - start, length)
+        left, right = buffers[::2].transpose(1, 0, 2), buffers[1:].transpose(1, 2, 0)
+        values, squares = buffers[1], buffers[2]
+        np.copyto(values, x[rows])
+        if scaled:
+            np.ldexp(values, -(exponent[rows, None] if exponent.ndim else exponent), out=values)
+        if shift is not None:
+            values -= shift[rows, None]
+        if finite is not None:
+            values *= finite[rows]
+        np.square(values, out=squares)
+        np.matmul(left, right, out=sums[rows])
+    return sums
 
 
 def _float64(x: Any) -> Any:
