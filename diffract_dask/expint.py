@@ -1,9 +1,9 @@
 """The generalised exponential integral and the upper incomplete gamma function at negative first argument.
 
 A truncated power law on :math:`t \\ge 1` with density :math:`\\propto t^{-p} e^{-xt}` has the normaliser
-:math:`E_p(x) = \\int_1^\\infty t^{-p} e^{-xt}\\,dt = x^{p-1}\\,\\Gamma(1-p, x)`, so that for exponents above 1 the gamma
-function is wanted where its first argument is negative. SciPy has it for positive ones only, and the recurrence from
-there cancels near integers. Here the integral itself is computed, in the variable y = ln t, where the integrand is
+:math:`E_p(x) = \\int_1^\\infty t^{-p} e^{-xt}\\,dt = x^{p-1}\\,\\Gamma(1-p, x)`, so that for exponents above 1 the
+gamma function is wanted where its first argument is negative. SciPy has it for positive ones only, and the recurrence
+from there cancels near integers. Here the integral itself is computed, in the variable y = ln t, where the integrand is
 smooth and log-concave.
 """
 
@@ -68,7 +68,8 @@ def log_scaled_expint(p: ArrayLike, x: ArrayLike) -> Array:
     -----
     .. math:: e^x E_p(x) = \int_0^\infty \exp(-(p-1) y - x (e^y - 1))\,dy
 
-    by Gauss–Legendre quadrature on two pieces; relative error of the integral about 1e-14 (DLMF 8.19).
+    by Gauss–Legendre quadrature on two pieces; relative error of the integral at most 1e-13, or
+    x·1e-16 where x is above a thousand (DLMF 8.19).
 
     References
     ----------
@@ -76,8 +77,8 @@ def log_scaled_expint(p: ArrayLike, x: ArrayLike) -> Array:
 
     Examples
     --------
-    >>> float(log_scaled_expint(2.5, 0.0).round(12)) == round(-np.log(1.5), 12)
-    True
+    >>> log_scaled_expint([2.0, 3.0], 0.0).round(6).tolist()
+    [0.0, -0.693147]
     """
     orders, arguments = np.broadcast_arrays(np.asarray(p, np.float64), np.asarray(x, np.float64))
     flat_p, flat_x = orders.ravel(), arguments.ravel()
@@ -136,7 +137,7 @@ def upper_gamma(a: ArrayLike, x: ArrayLike) -> Array:
     Examples
     --------
     >>> [float(f"{value:.10g}") for value in upper_gamma([-1.5, -1.0, 1.0], 0.5)]
-    [0.9016378442, 0.6532877242, 0.6065306597]
+    [0.7498909755, 0.6532877246, 0.6065306597]
     """
     first, second = np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(x, np.float64))
     out = np.empty(first.shape)

@@ -1,7 +1,7 @@
 """Families of densities for an upper tail: how each is fitted to all tails at once, and its densities.
 
-A tail is taken relative to its beginning m: t = x / m ≥ 1, y = ln t, w = t − 1. Each family has one or two *shapes*,
-numbers that do not depend on the scale of the data. All maximum-likelihood estimates need only the means of y, y² and w.
+A tail is taken relative to its beginning m: t = x / m ≥ 1, y = ln t, w = t − 1. Each family has one or more *shapes*,
+numbers that do not depend on the scale of the data. The maximum-likelihood estimates need only the means of y, y², w.
 """
 
 from __future__ import annotations
@@ -329,9 +329,7 @@ FAMILIES: dict[str, Family] = {
         _exponential_parameters,
         bounded=True,
     ),
-    "truncated_power_law": Family(
-        _cutoff_fit, _cutoff_survival, _cutoff_density, _cutoff_inverse, _cutoff_parameters
-    ),
+    "truncated_power_law": Family(_cutoff_fit, _cutoff_survival, _cutoff_density, _cutoff_inverse, _cutoff_parameters),
     "lognormal": Family(
         _lognormal_fit, _lognormal_survival, _lognormal_density, _lognormal_inverse, _lognormal_parameters
     ),

@@ -115,6 +115,8 @@ class Group:
         To run, in order.
     layout : memory.Layout
         Whole or streamed, slices per block, spans, projected bytes.
+    rounding : float
+        Unit roundoff of the stored dtype.
     """
 
     model_id: str
@@ -126,6 +128,7 @@ class Group:
     rows_in_model: Index
     kernels: tuple[str, ...]
     layout: memory.Layout
+    rounding: float
 
 
 @dataclass(eq=False)
@@ -520,7 +523,9 @@ def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Map
             )
             row_of, labels = np.array(sorted(members), np.intp).T
             names = tuple(step.kernel.name for step in chosen)
-            groups.append(Group(model_id, rows, cols, dtype, linked, labels, row_of, names, layout))
+            groups.append(
+                Group(model_id, rows, cols, dtype, linked, labels, row_of, names, layout, dtypes.rounding(dtype_name))
+            )
     return groups
 
 

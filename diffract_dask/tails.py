@@ -1,8 +1,8 @@
 """All upper tails of a sample at once: their sufficient statistics, and the one that a family of densities fits best.
 
-The tail at m = x[c] of a sorted sample x holds x[c:]. Its points are taken as y = ln(x / m) and w = x / m − 1. Sums over
-a tail are built up from the gaps between neighbours, all of one sign, so that nothing cancels: neither for values that
-differ in the last digits nor for samples that span a hundred decades.
+The tail at m = x[c] of a sorted sample x holds x[c:]. Its points are taken as y = ln(x / m) and w = x / m − 1. Sums
+over a tail are built up from the gaps between neighbours, all of one sign, so that nothing cancels: neither for values
+that differ in the last digits nor for samples that span a hundred decades.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def tails_of(values: Array, xmin: float | None = None) -> Tails:
     with np.errstate(over="ignore", divide="ignore"):
         ratio = steps / x[:-1]
         gaps = np.where(np.isfinite(ratio), np.log1p(ratio), np.log(x[1:]) - np.log(x[:-1]))
-    above = np.arange(n - 1, 0, -1)  # points beyond each gap
+    above = np.arange(n - 1.0, 0.0, -1.0)  # points beyond each gap
 
     def from_top(terms: Array) -> Array:
         return np.append(np.cumsum(terms[::-1])[::-1], 0.0)
