@@ -21,7 +21,8 @@ Array = NDArray[np.float64]
 
 _HALF_NORMAL = float(np.sqrt(2.0 / np.pi))
 _MOST_TRUNCATED = 200.0  # beyond, a truncated normal in y is an exponential to five digits, and its fit has no end
-_SMALLEST_CUT = 1e-16
+_SMALLEST_CUT = 1e-40
+_WIDEST = 1e300
 
 
 class Means(NamedTuple):
@@ -68,7 +69,7 @@ def _rate(mean: Array, end: Array | None) -> Array:
     """Return the rates and ends of exponentials on [0, end] with these means."""
     if end is None:
         with np.errstate(over="ignore", divide="ignore"):
-            return np.stack([1.0 / mean, np.full(mean.shape, np.inf)])
+            return np.stack([np.where(np.isfinite(mean), 1.0 / mean, np.nan), np.full(mean.shape, np.inf)])
     share = mean / end
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         low, high = -1.0 / (1.0 - share), 1.0 / share
@@ -229,12 +230,13 @@ def _scoring_step(gradient: Array, a: Array, b: Array, c: Array) -> Array:
 
 def _cutoff_survival(shapes: Any, y: Any, w: Any) -> Any:
     alpha, cut, log_norm = shapes
-    return expint.log_scaled_expint(alpha, cut * (1.0 + w)) - log_norm - (alpha - 1.0) * y - cut * w
+    decay = cut * np.minimum(w, _WIDEST)
+    return expint.log_scaled_expint(alpha, cut + decay) - log_norm - (alpha - 1.0) * y - decay
 
 
 def _cutoff_density(shapes: Any, y: Any, w: Any) -> Any:
     alpha, cut, log_norm = shapes
-    return -alpha * y - cut * w - log_norm
+    return -alpha * y - cut * np.minimum(w, _WIDEST) - log_norm
 
 
 def _cutoff_inverse(shapes: Array, e: Array) -> tuple[Array, Array]:

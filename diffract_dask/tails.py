@@ -24,6 +24,7 @@ Survival = Callable[[Index, Array, Array], Array]
 _SLACK = 1.0 + 1e-12  # bounds and distances of the same tail may differ by rounding
 _RANKS = (8,)
 _BLOCK = 1 << 16  # points that are worked on at a time
+_LARGEST = 960  # binary exponent of the largest values whose sums cannot overflow
 _DIRECT = 1 << 13  # so many points are done at once rather than bounded first
 
 
@@ -34,7 +35,7 @@ class Tails:
     Attributes
     ----------
     x : (n,) array
-        Positive and ascending, divided by ``2**exponent``.
+        Positive and ascending, divided by ``2**exponent``, which is 1 unless the values are huge.
     exponent : int
     depth : (n,) array
         ln(x[-1] / x).
@@ -88,8 +89,9 @@ def tails_of(values: Array, xmin: float | None = None) -> Tails:
 
     There is one at every distinct value but the largest; with `xmin` there is one, of what is not below it.
     """
-    exponent = int(np.frexp(values.max())[1])
+    exponent = max(0, int(np.frexp(values.max())[1]) - _LARGEST)
     x = np.ldexp(np.sort(values if xmin is None else values[values >= xmin]), -exponent)
+    x = np.maximum(x, np.finfo(np.float64).smallest_subnormal)
     n = len(x)
     steps = np.diff(x)
     new = np.flatnonzero(np.concatenate([[True], steps > 0.0]))
@@ -106,9 +108,10 @@ def tails_of(values: Array, xmin: float | None = None) -> Tails:
     sample = (x, exponent, depth, np.repeat(new, counts), np.repeat(new + counts - 1, counts))
     if xmin is not None:
         base = np.ldexp(np.array([xmin]), -exponent)
-        from_base = np.log1p((x[0] - base) / base)
-        y = from_base + (depth[0] - depth)
-        means = [np.array([one.mean()]) for one in (y, y * y, (x - base) / base)]
+        with np.errstate(over="ignore"):
+            from_base = np.log1p((x[0] - base) / base)
+            y = from_base + (depth[0] - depth)
+            means = [np.array([one.mean()]) for one in (y, y * y, (x - base) / base)]
         return Tails(*sample, np.zeros(1, np.intp), base, depth[:1] + from_base, *means)
     start = new[:-1]
     sum_y = from_top(above * gaps)
