@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from diffract_dask.kernel import GIVEN, WEIGHTS, Kernel, Keys, Registry, after_failure, mix
+from diffract_dask.kernel import GIVEN, SHAPE, Kernel, Keys, Registry, after_failure, mix
 
 if TYPE_CHECKING:
     from diffract_dask.view import View
@@ -157,7 +157,7 @@ def expected_key(
     inputs: list[Keys] = []
     for name in kernel.inputs:
         if name in GIVEN:
-            inputs.append(weights if name == WEIGHTS else shapes)
+            inputs.append(shapes if name == SHAPE else weights)
         else:
             producer = registry.producer(name).name
             inputs.append(after_failure(keys[producer], failed[producer]) if producer in failed else keys[producer])

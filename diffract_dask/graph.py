@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from diffract_dask.digests import digest_keys
 from diffract_dask.errors import ModelNotFoundError, SourceError, StoreChangedError, StoreError
 from diffract_dask.fields import MISSING, Field, Status
-from diffract_dask.kernel import GIVEN, SHAPE, WEIGHTS, Kernel, Streamed, own_params
+from diffract_dask.kernel import GIVEN, ROUNDING, SHAPE, WEIGHTS, Kernel, Streamed, own_params
 from diffract_dask.linalg import blas_threads
 from diffract_dask.memory import field_bytes
 from diffract_dask.plan import Group, Plan, Step
@@ -273,6 +273,8 @@ def _sources(
     for name in call.inputs:
         if name == SHAPE:
             fixed[name] = (np.full((n, 2), (group.rows, group.cols), np.int64), np.zeros(n, np.uint8))
+        elif name == ROUNDING:
+            fixed[name] = (np.full(n, group.rounding), np.zeros(n, np.uint8))
         elif name in where:
             sources[name] = where[name]
         else:

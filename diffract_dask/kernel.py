@@ -29,6 +29,7 @@ from diffract_dask.fields import Dim, Field, Level
 
 __all__ = [
     "GIVEN",
+    "ROUNDING",
     "SHAPE",
     "WEIGHTS",
     "Kernel",
@@ -49,7 +50,10 @@ WEIGHTS = "weights"
 SHAPE = "shape"
 """The input that is the slice's (rows, cols): int64 ``(..., 2)``, known without reading the weights."""
 
-GIVEN = (WEIGHTS, SHAPE)
+ROUNDING = "rounding"
+"""The input that is the unit roundoff of the slice's stored dtype: float64 ``(...,)``, known without the weights."""
+
+GIVEN = (WEIGHTS, SHAPE, ROUNDING)
 """The inputs that no kernel produces."""
 
 Keys = NDArray[np.uint64]

@@ -115,6 +115,8 @@ class Group:
         To run, in order.
     layout : memory.Layout
         Whole or streamed, slices per block, spans, projected bytes.
+    rounding : float
+        Unit roundoff of the stored dtype.
     """
 
     model_id: str
@@ -126,6 +128,7 @@ class Group:
     rows_in_model: Index
     kernels: tuple[str, ...]
     layout: memory.Layout
+    rounding: float
 
 
 @dataclass(eq=False)
@@ -510,7 +513,8 @@ def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Map
             at = mine[members][np.argsort(rows_in_model[members])]
             row_of = np.sort(rows_in_model[members])
             names = tuple(step.kernel.name for step in chosen)
-            groups.append(Group(model_id, rows, cols, dtype, linked, busy[at], row_of, names, layout))
+            rounding = dtypes.rounding(dtype_name)
+            groups.append(Group(model_id, rows, cols, dtype, linked, busy[at], row_of, names, layout, rounding))
     return groups
 
 

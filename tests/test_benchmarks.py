@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run, workloads
-from benchmarks.peers import bare_numpy, side_by_side
+from benchmarks.peers import bare_numpy, fits, side_by_side
 
 CASES = list(run.cases(tiny=True))
 
 
 def test_there_are_benchmarks_of_every_subject() -> None:
-    assert {case.module for case in CASES} == {f"bench_{x}" for x in ("linalg", "moments", "engine", "store", "view")}
+    assert {case.module for case in CASES} == {
+        f"bench_{x}" for x in ("linalg", "moments", "engine", "store", "view", "fits")
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -74,3 +76,11 @@ def test_side_by_side_runs_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(rows) == 14
     assert all(math.isfinite(row["figure"]) for row in rows)
     assert "left out: checkpoint" in capsys.readouterr().out
+
+
+def test_fits_run_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "fits.json"
+    assert fits.main(["--tiny", "--out", str(out)]) == 0
+    written = json.loads(out.read_text(encoding="utf8"))
+    assert all(row["seconds"] > 0 for row in written["alone"])
+    assert "limit" in capsys.readouterr().out

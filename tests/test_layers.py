@@ -19,7 +19,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"errors", "config"},
     {"fields", "blas", "codehash"},
-    {"kernel", "linalg", "moments"},
+    {"kernel", "linalg", "moments", "expint", "tails", "zeta"},
+    {"families"},
+    {"powerlaw"},
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
     {"memory", "selection", "cells"},
     {"plan"},

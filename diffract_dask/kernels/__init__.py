@@ -17,6 +17,12 @@ from typing import Any
 from diffract_dask.errors import KernelError
 from diffract_dask.kernel import Kernel, Registry
 from diffract_dask.kernels.entries import entry_statistics
+from diffract_dask.kernels.heavy_tailed import (
+    exponential_fit,
+    lognormal_fit,
+    power_law_fit,
+    truncated_power_law_fit,
+)
 from diffract_dask.kernels.norms import (
     l2_norm,
     log_norm,
@@ -26,7 +32,16 @@ from diffract_dask.kernels.norms import (
     nuclear_norm,
     param_norm,
 )
-from diffract_dask.kernels.ranks import effective_rank, hard_rank, stable_rank
+from diffract_dask.kernels.quality import (
+    model_pl_alpha,
+    model_pl_alpha_norm,
+    model_pl_alpha_weighted,
+    model_tpl_alpha_norm,
+    pl_alpha_norm,
+    pl_alpha_weighted,
+    tpl_alpha_norm,
+)
+from diffract_dask.kernels.ranks import effective_rank, hard_rank, numerical_rank, stable_rank
 from diffract_dask.kernels.shape import aspect_ratio, greater_dim, lower_dim
 from diffract_dask.kernels.spectral import (
     esd,
@@ -37,17 +52,40 @@ from diffract_dask.kernels.spectral import (
     singular_values,
     singular_vectors,
 )
+from diffract_dask.kernels.tail_summaries import (
+    detx,
+    expon_concentration,
+    expon_presence,
+    expon_scale,
+    pl_concentration,
+    pl_presence,
+    tpl_concentration,
+    tpl_presence,
+    tpl_scale,
+)
+from diffract_dask.kernels.tail_tests import (
+    expon_p_value,
+    pl_p_value,
+    power_law_comparison,
+    tpl_p_value,
+)
 
 __all__ = [
     "BUILTIN",
     "ENTRY_POINTS",
     "aspect_ratio",
     "default_registry",
+    "detx",
     "effective_rank",
     "entry_statistics",
     "esd",
     "esd_max",
     "esd_min",
+    "expon_concentration",
+    "expon_p_value",
+    "expon_presence",
+    "expon_scale",
+    "exponential_fit",
     "greater_dim",
     "hard_rank",
     "installed",
@@ -56,14 +94,33 @@ __all__ = [
     "log_prod_frob_norm",
     "log_prod_spectral_norm",
     "log_spectral_norm",
+    "lognormal_fit",
     "lower_dim",
     "max_weights_sval",
     "min_weights_sval",
+    "model_pl_alpha",
+    "model_pl_alpha_norm",
+    "model_pl_alpha_weighted",
+    "model_tpl_alpha_norm",
     "nuclear_norm",
+    "numerical_rank",
     "param_norm",
+    "pl_alpha_norm",
+    "pl_alpha_weighted",
+    "pl_concentration",
+    "pl_p_value",
+    "pl_presence",
+    "power_law_comparison",
+    "power_law_fit",
     "singular_values",
     "singular_vectors",
     "stable_rank",
+    "tpl_alpha_norm",
+    "tpl_concentration",
+    "tpl_p_value",
+    "tpl_presence",
+    "tpl_scale",
+    "truncated_power_law_fit",
 ]
 
 BUILTIN: tuple[Callable[..., Any], ...] = (
@@ -88,6 +145,31 @@ BUILTIN: tuple[Callable[..., Any], ...] = (
     log_prod_frob_norm,
     log_prod_spectral_norm,
     param_norm,
+    numerical_rank,
+    power_law_fit,
+    truncated_power_law_fit,
+    exponential_fit,
+    lognormal_fit,
+    pl_concentration,
+    pl_presence,
+    tpl_concentration,
+    tpl_presence,
+    tpl_scale,
+    expon_concentration,
+    expon_presence,
+    expon_scale,
+    detx,
+    pl_p_value,
+    tpl_p_value,
+    expon_p_value,
+    power_law_comparison,
+    pl_alpha_norm,
+    tpl_alpha_norm,
+    pl_alpha_weighted,
+    model_pl_alpha,
+    model_pl_alpha_norm,
+    model_pl_alpha_weighted,
+    model_tpl_alpha_norm,
 )
 """The package's own kernels, each after those it depends on."""
 

@@ -13,7 +13,7 @@ from diffract_dask.fields import Field
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
 
-__all__ = ["effective_rank", "hard_rank", "stable_rank"]
+__all__ = ["effective_rank", "hard_rank", "numerical_rank", "stable_rank"]
 
 _UNDEFINED = "the matrix is zero, or its weights hold NaN or infinity"
 
@@ -178,3 +178,87 @@ def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.flo
         count = np.count_nonzero(np.square(ratio) > rtol, axis=-1)
     greatest = np.asarray(weights_svals, np.float64)[..., -1]
     return np.where(np.isfinite(greatest), count, np.nan)
+
+
+@kernel(
+    numerical_rank=Field(
+        long_name="Numerical rank",
+        formula=r"\#\{i : \lambda_i > \lambda_0\}",
+        reference="golub2013matrix",
+        dtype="int64",
+        valid_range=(0.0, math.inf),
+        nan="the weights hold NaN or infinity",
+    ),
+    esd_zero=Field(
+        long_name="Numerical zero of the ESD",
+        formula=r"\lambda_0 = (c\,(u\,\|W\|_F + \delta))^2 / N",
+        reference="golub2013matrix",
+        valid_range=(0.0, math.inf),
+        nan="the weights hold NaN or infinity",
+    ),
+    version=1,
+    workspace=spectra(4),
+)
+def numerical_rank(
+    weights_svals: ArrayLike,
+    weights_svals_error: ArrayLike,
+    greater_dim: ArrayLike,
+    rounding: ArrayLike,
+    *,
+    factor: float = 1.0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    r"""Rank to the precision of the stored weights, and the eigenvalue of the ESD at or below which one counts as zero.
+
+    Parameters
+    ----------
+    weights_svals : array_like (..., k)
+        Singular values, ascending.
+    weights_svals_error : array_like (...,)
+        Bound of their error, :math:`\delta`, in units of the weights.
+    greater_dim : array_like (...,)
+        The greater dimension N of the matrix.
+    rounding : array_like (...,)
+        Unit roundoff u of the stored dtype: 6e-8 for float32, 4e-3 for bfloat16, 0 for integers.
+    factor : float
+        c, at least 0. With 0 only what is exactly zero counts as zero, as in Diffract.
+
+    Returns
+    -------
+    numerical_rank : float64 array (...,)
+        A count; 0 for a zero matrix.
+    esd_zero : float64 array (...,)
+        In squared units of the weights. Fits of the ESD use the eigenvalues above it.
+
+    Raises
+    ------
+    ConfigurationError
+        `factor` is negative or not a number.
+
+    Notes
+    -----
+    .. math:: \lambda_0 = (c\,(u\,\|W\|_F + \delta))^2 / N, \quad \#\{i : \lambda_i > \lambda_0\}
+
+    Rounding to nearest moves a weight by at most u times its size, hence the matrix by at most :math:`u\|W\|_F`, and no
+    singular value by more (Weyl). What lies below cannot be told from zero. This is never more than the usual
+    :math:`\tfrac12 \sqrt{m + n + 1}\,\varepsilon\,\sigma_1`, which takes every singular value for the greatest one.
+
+    References
+    ----------
+    golub2013matrix
+
+    Examples
+    --------
+    >>> rank, zero = numerical_rank([1e-9, 0.5, 1.0], 1e-15, 4, 2.0**-24)
+    >>> float(rank), bool(1e-16 < zero < 1e-14)
+    (2.0, True)
+    """
+    if not factor >= 0.0:
+        raise ConfigurationError(f"numerical_rank: factor is {factor!r}; it must be at least 0")
+    svals = np.asarray(weights_svals, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore", under="ignore", over="ignore"):
+        frobenius = svals[..., -1] * np.sqrt(np.sum(np.square(_relative(svals)), axis=-1))
+        frobenius = np.where(svals[..., -1] == 0.0, 0.0, frobenius)
+        bound = factor * (np.asarray(rounding, np.float64) * frobenius + np.asarray(weights_svals_error, np.float64))
+        count = np.count_nonzero(svals > bound[..., np.newaxis], axis=-1)
+        zero = np.square(bound / np.sqrt(np.asarray(greater_dim, np.float64)))
+    return np.where(np.isnan(bound), np.nan, count), np.asarray(zero)

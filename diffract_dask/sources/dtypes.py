@@ -30,6 +30,7 @@ __all__ = [
     "is_integer",
     "is_packed",
     "itemsize",
+    "rounding",
 ]
 
 
@@ -114,6 +115,22 @@ def carrier(name: str) -> np.dtype[Any]:
 def decoded(name: str) -> np.dtype[Any]:
     """Return the dtype that :func:`decode` gives for the stored type `name`."""
     return _stored(name).decoded
+
+
+def rounding(name: str) -> float:
+    """Return the unit roundoff of the stored type `name`: the largest relative error of rounding to it.
+
+    Half the distance from 1 to the next number; 0 for whole numbers, which are exact.
+
+    >>> rounding("float32") == 2.0**-24, rounding("bfloat16") == 2.0**-8, rounding("int8")
+    (True, True, 0.0)
+    """
+    stored = _stored(name)
+    if stored.kind not in ("float", "complex"):
+        return 0.0
+    if stored.layout is not None:
+        return 2.0 ** -(stored.layout[1] + 1)
+    return 2.0**-8 if name == "bfloat16" else float(np.finfo(stored.decoded).eps) / 2
 
 
 def itemsize(name: str) -> int:
