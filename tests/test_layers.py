@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"errors", "config"},
     {"fields", "blas", "codehash"},
-    {"kernel", "linalg", "moments"},
+    {"kernel", "linalg", "moments", "shuffle", "randommatrix"},
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
     {"memory", "selection", "cells"},
     {"plan"},
