@@ -1,8 +1,8 @@
 """Definitions of the fields, written apart from the package: one matrix at a time, slow, in 50 digits where it helps.
 
-``SLICE[field](w)`` is the value for one float64 matrix, ``MODEL[field](matrices)`` that for the slices of a model.
-Singular values come from LAPACK's dense routine on the matrix scaled to order one; everything after them, and the
-moments, are in mpmath.
+``SLICE[field](w)`` is the value for one float64 matrix, ``NULL[field](w)`` that of a field that is judged by the
+shuffled matrix, ``MODEL[field](matrices)`` that for the slices of a model. Singular values come from LAPACK's dense
+routine on the matrix scaled to order one; everything after them, and the moments, are in mpmath.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mpmath
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MODEL", "SLICE", "svals"]
+__all__ = ["MODEL", "NULL", "SLICE", "svals"]
 
 Matrix = NDArray[np.float64]
 mp = mpmath.mp.clone()
@@ -100,6 +100,130 @@ SLICE: dict[str, Callable[[Matrix], Any]] = {
     "effective_rank": _effective_rank,
     "stable_rank": _stable_rank,
     "hard_rank": _hard_rank,
+}
+
+
+# The null and the laws of noise
+
+TRACY_WIDOM_UPPER_HALF_PERCENT = 2.42232658589634  # where F_1 is 0.995, by a determinant in 30 digits
+
+
+def _null(w: Matrix, seed: int = 42) -> Matrix:
+    """Return the permutation as Diffract writes it."""
+    index = np.arange(w.size)
+    np.random.default_rng(seed).shuffle(index)
+    return w.copy().reshape(-1)[index].reshape(w.shape)
+
+
+def _esd_rand(w: Matrix, seed: int = 42) -> Matrix:
+    return _esd(_null(w, seed))
+
+
+def mp_law(x: Any, ratio: Any, scale: Any = 1) -> Any:
+    """Return the Marchenko–Pastur distribution function in its usual form."""
+    r, z = mp.mpf(ratio), mp.mpf(x) / mp.mpf(scale) ** 2
+    a, b = (1 - mp.sqrt(r)) ** 2, (1 + mp.sqrt(r)) ** 2
+    if z <= a or z >= b:
+        return mp.mpf(z >= b)
+    first = mp.sqrt((z - a) * (b - z)) + (1 + r) * mp.asin((2 * z - a - b) / (b - a)) + mp.pi * r
+    return (first - (1 - r) * mp.asin(((a + b) * z - 2 * a * b) / (z * (b - a)))) / (2 * mp.pi * r)
+
+
+def _noise(w: Matrix) -> tuple[float, float, float]:
+    """Return the edges of the bulk, the upper one first, and the scale of the noise."""
+    finite = np.isfinite(w).all()
+    if not finite or min(w.shape) == 1 or w.min() == w.max():
+        return math.nan, math.nan, math.nan
+    long, short = mp.mpf(max(w.shape)), mp.mpf(min(w.shape))
+    variance, null = _moment(w, 2), [mp.mpf(float(x)) for x in _esd_rand(w)]
+    edge = variance * (1 + mp.sqrt(short / long)) ** 2
+    if any(x > edge for x in null):
+        variance = mp.fsum(x for x in null if x <= edge) / short
+        edge = variance * (1 + mp.sqrt(short / long)) ** 2
+    lower = variance * (1 - mp.sqrt(short / long)) ** 2
+    return float(min(edge, mp.mpf(float(_esd(w)[-1])))), float(lower), float(mp.sqrt(variance))
+
+
+def _mp_ks(w: Matrix) -> float:
+    upper, lower, scale = _noise(w)
+    inside = sorted(x for x in _esd(w) if lower <= x < upper)
+    if not inside:
+        return math.nan
+    n, ratio = len(inside), mp.mpf(min(w.shape)) / max(w.shape)
+    law = [mp_law(x, ratio, scale) / mp_law(upper, ratio, scale) for x in inside]
+    return float(max(max((i + 1) / mp.mpf(n) - g, g - i / mp.mpf(n)) for i, g in enumerate(law)))
+
+
+def _count(w: Matrix, bound: float) -> float:
+    return math.nan if math.isnan(bound) else float(sum(x > bound for x in _esd(w)))
+
+
+def _concentration(w: Matrix) -> float:
+    upper, lower, _ = _noise(w)
+    return math.nan if math.isnan(upper) else sum(lower <= x <= upper for x in _esd(w)) / min(w.shape)
+
+
+def _presence(w: Matrix) -> float:
+    (upper, lower, _), spectrum = _noise(w), _esd(w)
+    if math.isnan(upper):
+        return math.nan
+    width = spectrum[-1] - spectrum[0]
+    return 1.0 if upper - lower >= width else max(0.0, (upper - lower) / width)
+
+
+def _tw_bound(w: Matrix) -> float:
+    long, short, scale = max(w.shape), min(w.shape), _noise(w)[2]
+    if math.isnan(scale):
+        return math.nan
+    both = math.sqrt(long - 1) + math.sqrt(short)
+    spread = both * (1 / math.sqrt(long - 1) + 1 / math.sqrt(short)) ** (1 / 3)
+    return scale**2 / long * (both**2 + spread * TRACY_WIDOM_UPPER_HALF_PERCENT)
+
+
+def _w1(w: Matrix, seed: int = 42) -> float:
+    mine, null = _esd(w), _esd_rand(w, seed)
+    if not np.isfinite(mine).all() or not mine.any():
+        return math.nan
+    return float(mp.fsum(abs(mp.mpf(a) - mp.mpf(b)) for a, b in zip(mine, null, strict=True)) / mp.fsum(mine))
+
+
+def _over_replicas(value: Callable[[Matrix, int], Any], ddof: int | None = None) -> Callable[[Matrix], Any]:
+    """Return the mean of the value over 16 seeds, or its standard deviation."""
+
+    def reduced(w: Matrix) -> Any:
+        drawn = np.array([value(w, 42 + i) for i in range(16)])
+        return drawn.mean(axis=0) if ddof is None else drawn.std(axis=0, ddof=ddof)
+
+    return reduced
+
+
+NULL: dict[str, Callable[[Matrix], Any]] = {
+    "rand_seed": lambda w: 42,
+    "weights_rand": _null,
+    "weights_rand_svals": lambda w: svals(_null(w)),
+    "max_weights_rand_sval": lambda w: svals(_null(w))[-1],
+    "min_weights_rand_sval": lambda w: svals(_null(w))[0],
+    "esd_rand": _esd_rand,
+    "esd_rand_max": lambda w: _esd_rand(w)[-1],
+    "esd_rand_min": lambda w: _esd_rand(w)[0],
+    "esd_rand_mean": _over_replicas(_esd_rand),
+    "esd_rand_std": _over_replicas(_esd_rand, 1),
+    "esd_rand_max_mean": _over_replicas(lambda w, seed: _esd_rand(w, seed)[-1]),
+    "esd_rand_max_std": _over_replicas(lambda w, seed: _esd_rand(w, seed)[-1], 1),
+    "w1_rand_distance_mean": _over_replicas(_w1),
+    "w1_rand_distance_std": _over_replicas(_w1, 1),
+    "mp_esd_max": lambda w: _noise(w)[0],
+    "mp_esd_min": lambda w: _noise(w)[1],
+    "mp_bulk_std": lambda w: _noise(w)[2],
+    "mp_sval_max": lambda w: math.sqrt(_noise(w)[0] * max(w.shape)),
+    "mp_ks": _mp_ks,
+    "mp_concentration": _concentration,
+    "mp_presence": _presence,
+    "mp_num_spikes": lambda w: _count(w, _noise(w)[0]),
+    "mp_soft_rank": lambda w: _noise(w)[0] / _esd(w)[-1] if _esd(w)[-1] > 0 else math.nan,
+    "tw_esd_bound": _tw_bound,
+    "tw_num_spikes": lambda w: _count(w, _tw_bound(w)),
+    "w1_rand_distance": _w1,
 }
 
 
