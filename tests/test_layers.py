@@ -27,7 +27,7 @@ LAYERS = (
     {"graph"},
     {"modellevel", "commits", "lazy"},
     {"execute"},
-    {"table", "export", "ingest", "results", "report", "report_figures", "terminal"},
+    {"definitions", "table", "export", "ingest", "results", "report", "report_figures", "terminal"},
     {"session"},
     {"xarray_backend", "demo"},
     {"cli_options", "cli", "__main__"},
