@@ -1,5 +1,9 @@
 """Definitions of the fields, written apart from the package: one matrix at a time, slow, in 50 digits where it helps.
 
+``TABLE`` has an entry for every field of the registry: what it is, and what must not change it. Tests and benchmarks
+run over it; a field without an entry fails a test. To add fields, write their definitions as a dictionary like
+``NULL`` and join it to ``TABLE`` with :func:`_entries`.
+
 ``SLICE[field](w)`` is the value for one float64 matrix, ``NULL[field](w)`` that of a field that is judged by the
 shuffled matrix, ``MODEL[field](matrices)`` that for the slices of a model. Singular values come from LAPACK's dense
 routine on the matrix scaled to order one; everything after them, and the moments, are in mpmath.
@@ -8,14 +12,17 @@ routine on the matrix scaled to order one; everything after them, and the moment
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mpmath
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MODEL", "NULL", "SLICE", "svals"]
+from diffract_dask import testing
+
+__all__ = ["KNOWN_SPECTRA", "MODEL", "NULL", "SLICE", "TABLE", "Entry", "svals"]
 
 Matrix = NDArray[np.float64]
 mp = mpmath.mp.clone()
@@ -246,3 +253,124 @@ MODEL: dict[str, Callable[[Sequence[Matrix]], float]] = {
     "log_prod_spectral_norm": lambda model: _sum(_logs([_mp_svals(w)[-1] for w in model])),
     "param_norm": lambda model: _sum([_frob(w) ** 2 for w in model]),
 }
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How one field is judged.
+
+    Attributes
+    ----------
+    value : callable, optional
+        The definition: of one matrix, or of the matrices of a model. None: judged by what it rebuilds.
+    power : int, optional
+        p, where weights that are c > 0 times as large have a value that is c**p times as large. None: no such p.
+    kept_by : frozenset of str
+        What leaves the value as it is, of ``transpose``, ``permutation`` (of rows and of columns), ``rotation``.
+    float32 : float
+        How far the value from float32 weights may be from that of the same weights in float64, relative to its size
+        and to the spectral norm to the power p.
+    level : str
+        ``slice`` or ``model``.
+    """
+
+    value: Callable[[Any], Any] | None
+    power: int | None = 0
+    kept_by: frozenset[str] = frozenset()
+    float32: float = 1e-6
+    level: str = "slice"
+
+
+_ANY = frozenset({"transpose", "permutation", "rotation"})
+_PLACES = frozenset({"transpose", "permutation"})
+
+
+def _entries(
+    names: Iterable[str],
+    values: dict[str, Any],
+    power: int | None = 0,
+    kept_by: frozenset[str] = frozenset(),
+    float32: float = 1e-6,
+    level: str = "slice",
+) -> dict[str, Entry]:
+    return {name: Entry(values.get(name), power, kept_by, float32, level) for name in names}
+
+
+TABLE: dict[str, Entry] = {
+    # shapes and entries
+    **_entries(("greater_dim", "lower_dim", "aspect_ratio"), SLICE, 0, _ANY, 0.0),
+    **_entries(("frob_norm",), SLICE, 1, _ANY, 1e-13),
+    **_entries(
+        ("weights_mean", "weights_std", "weights_min", "weights_max", "weights_absmax"), SLICE, 1, _PLACES, 1e-13
+    ),
+    **_entries(("zero_fraction", "nonfinite_fraction"), SLICE, 0, _PLACES, 0.0),
+    **_entries(("weights_kurtosis",), SLICE, 0, _PLACES, 1e-12),
+    # spectrum, norms, ranks
+    **_entries(
+        ("weights_svals", "max_weights_sval", "min_weights_sval", "nuclear_norm", "l2_norm"), SLICE, 1, _ANY, 1e-6
+    ),
+    **_entries(("weights_svals_error", "weights_svals_route"), {}, None),
+    **_entries(("weights_lsvs", "weights_rsvs"), {}, None),
+    **_entries(("esd", "esd_max", "esd_min"), SLICE, 2, _ANY),
+    **_entries(("effective_rank", "stable_rank", "hard_rank"), SLICE, 0, _ANY, 1e-5),
+    # the null: where entries go depends on where they are
+    **_entries(("rand_seed",), NULL, 0, _ANY, 0.0),
+    **_entries(("weights_rand",), NULL, 1, frozenset(), 0.0),
+    **_entries(("weights_rand_lsvs", "weights_rand_rsvs"), {}, None),
+    **_entries(("weights_rand_svals", "max_weights_rand_sval", "min_weights_rand_sval"), NULL, 1),
+    **_entries(("esd_rand", "esd_rand_max", "esd_rand_min"), NULL, 2),
+    **_entries(("esd_rand_mean", "esd_rand_std", "esd_rand_max_mean", "esd_rand_max_std"), NULL, 2),
+    **_entries(("w1_rand_distance", "w1_rand_distance_mean", "w1_rand_distance_std"), NULL, 0),
+    # noise
+    **_entries(("mp_bulk_std", "mp_sval_max"), NULL, 1),
+    **_entries(("mp_esd_max", "mp_esd_min", "tw_esd_bound"), NULL, 2),
+    **_entries(("mp_ks", "mp_concentration", "mp_presence", "mp_soft_rank"), NULL, 0, frozenset(), 1e-5),
+    **_entries(("mp_num_spikes", "tw_num_spikes"), NULL, 0, frozenset(), 0.0),
+    # models: logarithms move by a constant, and their sum by as many as there are slices
+    **_entries(("param_norm",), MODEL, 2, _ANY, 1e-12, "model"),
+    **_entries(
+        ("log_norm", "log_spectral_norm", "log_prod_frob_norm", "log_prod_spectral_norm"),
+        MODEL,
+        None,
+        _ANY,
+        1e-6,
+        "model",
+    ),
+}
+
+
+def _hadamard(order: int) -> Matrix:
+    w = np.ones((1, 1))
+    for _ in range(order):
+        w = np.block([[w, w], [w, -w]])
+    return w
+
+
+def _tridiagonal(n: int) -> Matrix:
+    return 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+
+
+def _mp_spectrum(w: Matrix) -> Matrix:
+    with mp.workdps(60):
+        return np.array(sorted(float(x) for x in mp.svd_r(mp.matrix(w.tolist()), compute_uv=False)))
+
+
+def _hilbert_spectrum(n: int) -> Matrix:
+    with mp.workdps(60):
+        exact = mp.matrix([[mp.mpf(1) / (i + j + 1) for j in range(n)] for i in range(n)])
+        return np.array(sorted(float(abs(x)) for x in mp.eigsy(exact, eigvals_only=True)))
+
+
+KNOWN_SPECTRA: dict[str, tuple[Matrix, Callable[[], Matrix]]] = {
+    "hadamard": (_hadamard(4), lambda: np.full(16, 4.0)),
+    "tridiagonal": (
+        _tridiagonal(12),
+        lambda: np.array([float(2 - 2 * mp.cos(k * mp.pi / 13)) for k in range(1, 13)]),
+    ),
+    "hilbert": (testing.hilbert(9), lambda: _hilbert_spectrum(9)),
+    "kahan": (testing.kahan(12), lambda: _mp_spectrum(testing.kahan(12))),
+}
+"""Matrices whose singular values are known: in closed form, or in 60 digits."""
