@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -504,25 +504,11 @@ def fields(name: str | None, find: str | None, format: str) -> None:
 def _definition(registry: Any, name: str) -> str:
     import inspect
 
-    declared, kernel = registry.field(name), registry.producer(name)
-    low, high = declared.valid_range or (None, None)
-    entries: Mapping[str, Any] = {
-        "title": declared.long_name,
-        "formula": declared.formula,
-        "level": kernel.level,
-        "value": "x".join(declared.dims) or f"scalar {declared.dtype}",
-        "units": declared.units,
-        "range": "" if declared.valid_range is None else f"{low} to {high}",
-        "nan means": declared.nan,
-        "stored": "yes" if declared.persist else "only when asked for by name",
-        "kernel": f"{kernel.name}, version {kernel.version}",
-        "inputs": ", ".join(kernel.inputs),
-        "parameters": ", ".join(f"{key}={value!r}" for key, value in registry.params(kernel.name).items()),
-        "outputs": ", ".join(kernel.outputs) if len(kernel.outputs) > 1 else "",
-        "reference": declared.reference,
-    }
-    lines = [name, *(f"  {key:<11} {value}" for key, value in entries.items() if value)]
-    doc = inspect.getdoc(kernel.function)
+    from diffract_dask.definitions import definition
+
+    entries = definition(registry, name)
+    lines = [name, *(f"  {label:<11} {text}" for label, text in entries.items())]
+    doc = inspect.getdoc(registry.producer(name).function)
     return "\n".join([*lines, *(["", doc] if doc else [])])
 
 

@@ -206,7 +206,10 @@ def _block(
         if name in streamed:
             stream = step.kernel.blocks
             assert stream is not None
-            tasks[key] = Task(key, finish, call, stream, slices, group.layout.read_bytes, TaskRef(streamed[name]))
+            call = call._replace(inputs=tuple(x for x in call.inputs if x != WEIGHTS))
+            sources, fixed = _sources(plan, call, where, given, group, n)
+            parts = (slices, group.layout.read_bytes, TaskRef(streamed[name]), fixed, tuple(sources))
+            tasks[key] = Task(key, finish, call, stream, *parts, *sources.values())
         else:
             sources, fixed = _sources(plan, call, where, given, group, n)
             tasks[key] = Task(key, run, call, shape, fixed, tuple(sources), *sources.values())
@@ -353,13 +356,9 @@ def run(
     for source in bundles:
         if source.error is not None:
             return Bundle(n, error=source.error)
-    known = dict(fixed)
-    for name, bundle in zip(names, bundles, strict=True):
-        known[name] = (bundle.values[name], bundle.status[name])
-    inputs = [_read_only(known[name][0]) for name in call.inputs]
     bundle = Bundle(n)
-    for source in bundles:  # the reasons must arrive, also where the outputs of the kernel that raised are not kept
-        bundle.failures.update(source.failures)
+    known = _known(fixed, names, bundles, bundle)
+    inputs = [_read_only(known[name][0]) for name in call.inputs]
     with blas_threads(call.blas_threads):
         if call.batch:
             try:
@@ -374,6 +373,20 @@ def run(
     _fill_status(call, bundle, [known[name] for name in call.inputs])
     bundle.seconds[call.name] = time.perf_counter() - started
     return bundle
+
+
+def _known(
+    fixed: Mapping[str, Any], names: Sequence[str], bundles: Sequence[Bundle], result: Bundle
+) -> dict[str, tuple[NDArray[Any], NDArray[np.uint8]]]:
+    """Return (values, status) of each input; the failures of their kernels go to `result`.
+
+    The reasons must arrive, also where the outputs of the kernel that raised are not kept.
+    """
+    known = dict(fixed)
+    for name, source in zip(names, bundles, strict=True):
+        known[name] = (source.values[name], source.status[name])
+        result.failures.update(source.failures)
+    return known
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
@@ -451,7 +464,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fill_status(call: Call, bundle: Bundle, inputs: Sequence[tuple[Any, NDArray[np.uint8]]]) -> None:
-    """Say why a value is NaN: the kernel's own word, else the first reason among its inputs, else undefined."""
+    """Say why a value is NaN: the first reason among its inputs, else the kernel's own word, else undefined."""
     n = bundle.n
     own = np.zeros(n, np.uint8)
     if call.status is not None:
@@ -470,10 +483,8 @@ def _fill_status(call: Call, bundle: Bundle, inputs: Sequence[tuple[Any, NDArray
     non_finite: NDArray[np.bool_] | None = None
     for name, values in bundle.values.items():
         nan = np.isnan(values.reshape(n, -1)).any(axis=1) if values.size else np.zeros(n, bool)
-        status = own.copy()
+        status = np.where(nan & (inherited != 0), inherited, own).astype(np.uint8)
         silent = nan & (status == 0)
-        status[silent] = inherited[silent]
-        silent &= status == 0
         if silent.any() and WEIGHTS in call.inputs:
             if non_finite is None:
                 weights = inputs[call.inputs.index(WEIGHTS)][0]
@@ -541,27 +552,39 @@ def streamed_digest(slices: Slices, linked: bool, wide: bool, merged: dict[str, 
     return Bundle(1, digests=digests, seconds={"reading": merged["seconds"]})
 
 
-def finish(call: Call, stream: Streamed, slices: Slices, read_size: int, state: Any) -> Bundle:
-    """Return a streaming kernel's outputs from its merged state."""
+def finish(
+    call: Call,
+    stream: Streamed,
+    slices: Slices,
+    read_size: int,
+    state: Any,
+    fixed: Mapping[str, Any],
+    names: tuple[str, ...],
+    *bundles: Bundle,
+) -> Bundle:
+    """Return a streaming kernel's outputs from its merged state and its inputs other than the weights."""
     started = time.perf_counter()
-    if isinstance(state, Exception):
-        return Bundle(1, error=state)
+    errors = [state] if isinstance(state, Exception) else [source.error for source in bundles if source.error]
+    if errors:
+        return Bundle(1, error=errors[0])
     bundle = Bundle(1)
     inner = call.inner(slices.rows, slices.cols)
+    known = _known(fixed, names, bundles, bundle)
+    params = {**own_params(call.params), **{name: known[name][0][0] for name in call.inputs}}
 
     def reread() -> Iterator[NDArray[Any]]:
         return slices.blocks(0, max(slices.rows, slices.cols), read_size)
 
     try:
         with blas_threads(call.blas_threads):
-            outputs = _checked(call, inner, None, stream.finish(state, reread, own_params(call.params)))
+            outputs = _checked(call, inner, None, stream.finish(state, reread, params))
     except _UNREADABLE as error:
         return Bundle(1, error=error)
     except Exception as error:  # as in a batch: one slice must not stop the others
         bundle.failures[0, call.name] = f"{type(error).__name__}: {error}"
         outputs = [np.full(shape, np.nan) for shape in inner]
     bundle.values = {name: value[np.newaxis] for name, value in zip(call.outputs, outputs, strict=True)}
-    _fill_status(call._replace(inputs=()), bundle, [])
+    _fill_status(call, bundle, [known[name] for name in call.inputs])
     bundle.seconds[call.name] = time.perf_counter() - started
     return bundle
 

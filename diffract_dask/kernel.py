@@ -64,7 +64,8 @@ class Streamed(Protocol):
     """The twin of a kernel for a slice that is read in spans of its long axis.
 
     Blocks arrive as ``(b, k)`` arrays in the stored dtype, ``k = min(rows, cols)``: row blocks of a tall slice,
-    transposed column panels of a wide one. One state per span; states are merged one at a time.
+    transposed column panels of a wide one. One state per span; states are merged one at a time. A twin whose `finish`
+    always reads the slice again says so with an attribute ``rereads = True``, for the plan's memory.
     """
 
     def start(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
@@ -79,7 +80,11 @@ class Streamed(Protocol):
     def finish(
         self, state: Any, reread: Callable[[], Iterator[NDArray[Any]]], params: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Return the kernel's outputs for one slice, without batch axes; `reread` yields all blocks again."""
+        """Return the kernel's outputs for one slice, without batch axes.
+
+        `reread` yields all blocks again. `params` holds the kernel's parameters, and its inputs other than the weights
+        by their names.
+        """
 
     def workspace(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> tuple[int, int]:
         """Return peak bytes of (one state while it is updated, finish beyond the state)."""

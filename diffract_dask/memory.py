@@ -223,17 +223,19 @@ def _streamed(
 ) -> Layout:
     needs = [kernel.blocks.workspace((rows, cols), dtype) for kernel, _ in reading if kernel.blocks is not None]
     state = sum(need[0] for need in needs)
-    finish = max(need[1] for need in needs)
+    finish = sum(need[1] for need in needs)  # those of several kernels may run at once
     read_bytes = config.parse_size(config.get("read-size", settings))
     buffers = _READ_BUFFERS * max(read_bytes, min(rows, cols) * 8)
+    again = sum(buffers for kernel, _ in reading if getattr(kernel.blocks, "rereads", False))
+    last = state + finish + again + outputs
 
     def peak(spans: int) -> int:
-        return max(spans * (state + buffers), state + finish + outputs)
+        return max(spans * (state + buffers), last)
 
     spans = have.workers
     while spans > 1 and (peak(spans) > have.budget or max(rows, cols) < 4 * spans):
         spans -= 1
-    if peak(spans) > have.budget or state + max(buffers, finish + outputs) > have.per_process:
+    if peak(spans) > have.budget or max(state + buffers, last) > have.per_process:
         k = min(rows, cols)
         raise OverBudgetError(
             f"{where}: {', '.join(kernel.name for kernel, _ in reading)} needs {show(peak(1))} even when streamed "

@@ -1,21 +1,28 @@
 """Definitions of the fields, written apart from the package: one matrix at a time, slow, in 50 digits where it helps.
 
-``SLICE[field](w)`` is the value for one float64 matrix, ``MODEL[field](matrices)`` that for the slices of a model.
-Singular values come from LAPACK's dense routine on the matrix scaled to order one; everything after them, and the
-moments, are in mpmath.
+``TABLE`` has an entry for every field of the registry: what it is, and what must not change it. Tests and benchmarks
+run over it; a field without an entry fails a test. To add fields, write their definitions as a dictionary like
+``NULL`` and join it to ``TABLE`` with :func:`_entries`.
+
+``SLICE[field](w)`` is the value for one float64 matrix, ``NULL[field](w)`` that of a field that is judged by the
+shuffled matrix, ``MODEL[field](matrices)`` that for the slices of a model. Singular values come from LAPACK's dense
+routine on the matrix scaled to order one; everything after them, and the moments, are in mpmath.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mpmath
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MODEL", "SLICE", "svals"]
+from diffract_dask import testing
+
+__all__ = ["KNOWN_SPECTRA", "MODEL", "NULL", "SLICE", "TABLE", "Entry", "svals"]
 
 Matrix = NDArray[np.float64]
 mp = mpmath.mp.clone()
@@ -103,6 +110,130 @@ SLICE: dict[str, Callable[[Matrix], Any]] = {
 }
 
 
+# The null and the laws of noise
+
+TRACY_WIDOM_UPPER_HALF_PERCENT = 2.42232658589634  # where F_1 is 0.995, by a determinant in 30 digits
+
+
+def _null(w: Matrix, seed: int = 42) -> Matrix:
+    """Return the permutation as Diffract writes it."""
+    index = np.arange(w.size)
+    np.random.default_rng(seed).shuffle(index)
+    return w.copy().reshape(-1)[index].reshape(w.shape)
+
+
+def _esd_rand(w: Matrix, seed: int = 42) -> Matrix:
+    return _esd(_null(w, seed))
+
+
+def mp_law(x: Any, ratio: Any, scale: Any = 1) -> Any:
+    """Return the Marchenko–Pastur distribution function in its usual form."""
+    r, z = mp.mpf(ratio), mp.mpf(x) / mp.mpf(scale) ** 2
+    a, b = (1 - mp.sqrt(r)) ** 2, (1 + mp.sqrt(r)) ** 2
+    if z <= a or z >= b:
+        return mp.mpf(z >= b)
+    first = mp.sqrt((z - a) * (b - z)) + (1 + r) * mp.asin((2 * z - a - b) / (b - a)) + mp.pi * r
+    return (first - (1 - r) * mp.asin(((a + b) * z - 2 * a * b) / (z * (b - a)))) / (2 * mp.pi * r)
+
+
+def _noise(w: Matrix) -> tuple[float, float, float]:
+    """Return the edges of the bulk, the upper one first, and the scale of the noise."""
+    finite = np.isfinite(w).all()
+    if not finite or min(w.shape) == 1 or w.min() == w.max():
+        return math.nan, math.nan, math.nan
+    long, short = mp.mpf(max(w.shape)), mp.mpf(min(w.shape))
+    variance, null = _moment(w, 2), [mp.mpf(float(x)) for x in _esd_rand(w)]
+    edge = variance * (1 + mp.sqrt(short / long)) ** 2
+    if any(x > edge for x in null):
+        variance = mp.fsum(x for x in null if x <= edge) / short
+        edge = variance * (1 + mp.sqrt(short / long)) ** 2
+    lower = variance * (1 - mp.sqrt(short / long)) ** 2
+    return float(min(edge, mp.mpf(float(_esd(w)[-1])))), float(lower), float(mp.sqrt(variance))
+
+
+def _mp_ks(w: Matrix) -> float:
+    upper, lower, scale = _noise(w)
+    inside = sorted(x for x in _esd(w) if lower <= x < upper)
+    if not inside:
+        return math.nan
+    n, ratio = len(inside), mp.mpf(min(w.shape)) / max(w.shape)
+    law = [mp_law(x, ratio, scale) / mp_law(upper, ratio, scale) for x in inside]
+    return float(max(max((i + 1) / mp.mpf(n) - g, g - i / mp.mpf(n)) for i, g in enumerate(law)))
+
+
+def _count(w: Matrix, bound: float) -> float:
+    return math.nan if math.isnan(bound) else float(sum(x > bound for x in _esd(w)))
+
+
+def _concentration(w: Matrix) -> float:
+    upper, lower, _ = _noise(w)
+    return math.nan if math.isnan(upper) else sum(lower <= x <= upper for x in _esd(w)) / min(w.shape)
+
+
+def _presence(w: Matrix) -> float:
+    (upper, lower, _), spectrum = _noise(w), _esd(w)
+    if math.isnan(upper):
+        return math.nan
+    width = spectrum[-1] - spectrum[0]
+    return 1.0 if upper - lower >= width else max(0.0, (upper - lower) / width)
+
+
+def _tw_bound(w: Matrix) -> float:
+    long, short, scale = max(w.shape), min(w.shape), _noise(w)[2]
+    if math.isnan(scale):
+        return math.nan
+    both = math.sqrt(long - 1) + math.sqrt(short)
+    spread = both * (1 / math.sqrt(long - 1) + 1 / math.sqrt(short)) ** (1 / 3)
+    return scale**2 / long * (both**2 + spread * TRACY_WIDOM_UPPER_HALF_PERCENT)
+
+
+def _w1(w: Matrix, seed: int = 42) -> float:
+    mine, null = _esd(w), _esd_rand(w, seed)
+    if not np.isfinite(mine).all() or not mine.any():
+        return math.nan
+    return float(mp.fsum(abs(mp.mpf(a) - mp.mpf(b)) for a, b in zip(mine, null, strict=True)) / mp.fsum(mine))
+
+
+def _over_replicas(value: Callable[[Matrix, int], Any], ddof: int | None = None) -> Callable[[Matrix], Any]:
+    """Return the mean of the value over 16 seeds, or its standard deviation."""
+
+    def reduced(w: Matrix) -> Any:
+        drawn = np.array([value(w, 42 + i) for i in range(16)])
+        return drawn.mean(axis=0) if ddof is None else drawn.std(axis=0, ddof=ddof)
+
+    return reduced
+
+
+NULL: dict[str, Callable[[Matrix], Any]] = {
+    "rand_seed": lambda w: 42,
+    "weights_rand": _null,
+    "weights_rand_svals": lambda w: svals(_null(w)),
+    "max_weights_rand_sval": lambda w: svals(_null(w))[-1],
+    "min_weights_rand_sval": lambda w: svals(_null(w))[0],
+    "esd_rand": _esd_rand,
+    "esd_rand_max": lambda w: _esd_rand(w)[-1],
+    "esd_rand_min": lambda w: _esd_rand(w)[0],
+    "esd_rand_mean": _over_replicas(_esd_rand),
+    "esd_rand_std": _over_replicas(_esd_rand, 1),
+    "esd_rand_max_mean": _over_replicas(lambda w, seed: _esd_rand(w, seed)[-1]),
+    "esd_rand_max_std": _over_replicas(lambda w, seed: _esd_rand(w, seed)[-1], 1),
+    "w1_rand_distance_mean": _over_replicas(_w1),
+    "w1_rand_distance_std": _over_replicas(_w1, 1),
+    "mp_esd_max": lambda w: _noise(w)[0],
+    "mp_esd_min": lambda w: _noise(w)[1],
+    "mp_bulk_std": lambda w: _noise(w)[2],
+    "mp_sval_max": lambda w: math.sqrt(_noise(w)[0] * max(w.shape)),
+    "mp_ks": _mp_ks,
+    "mp_concentration": _concentration,
+    "mp_presence": _presence,
+    "mp_num_spikes": lambda w: _count(w, _noise(w)[0]),
+    "mp_soft_rank": lambda w: _noise(w)[0] / _esd(w)[-1] if _esd(w)[-1] > 0 else math.nan,
+    "tw_esd_bound": _tw_bound,
+    "tw_num_spikes": lambda w: _count(w, _tw_bound(w)),
+    "w1_rand_distance": _w1,
+}
+
+
 def _logs(norms: Sequence[Any]) -> list[Any]:
     return [mp.log10(x) for x in norms if x > 0]
 
@@ -122,3 +253,124 @@ MODEL: dict[str, Callable[[Sequence[Matrix]], float]] = {
     "log_prod_spectral_norm": lambda model: _sum(_logs([_mp_svals(w)[-1] for w in model])),
     "param_norm": lambda model: _sum([_frob(w) ** 2 for w in model]),
 }
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How one field is judged.
+
+    Attributes
+    ----------
+    value : callable, optional
+        The definition: of one matrix, or of the matrices of a model. None: judged by what it rebuilds.
+    power : int, optional
+        p, where weights that are c > 0 times as large have a value that is c**p times as large. None: no such p.
+    kept_by : frozenset of str
+        What leaves the value as it is, of ``transpose``, ``permutation`` (of rows and of columns), ``rotation``.
+    float32 : float
+        How far the value from float32 weights may be from that of the same weights in float64, relative to its size
+        and to the spectral norm to the power p.
+    level : str
+        ``slice`` or ``model``.
+    """
+
+    value: Callable[[Any], Any] | None
+    power: int | None = 0
+    kept_by: frozenset[str] = frozenset()
+    float32: float = 1e-6
+    level: str = "slice"
+
+
+_ANY = frozenset({"transpose", "permutation", "rotation"})
+_PLACES = frozenset({"transpose", "permutation"})
+
+
+def _entries(
+    names: Iterable[str],
+    values: dict[str, Any],
+    power: int | None = 0,
+    kept_by: frozenset[str] = frozenset(),
+    float32: float = 1e-6,
+    level: str = "slice",
+) -> dict[str, Entry]:
+    return {name: Entry(values.get(name), power, kept_by, float32, level) for name in names}
+
+
+TABLE: dict[str, Entry] = {
+    # shapes and entries
+    **_entries(("greater_dim", "lower_dim", "aspect_ratio"), SLICE, 0, _ANY, 0.0),
+    **_entries(("frob_norm",), SLICE, 1, _ANY, 1e-13),
+    **_entries(
+        ("weights_mean", "weights_std", "weights_min", "weights_max", "weights_absmax"), SLICE, 1, _PLACES, 1e-13
+    ),
+    **_entries(("zero_fraction", "nonfinite_fraction"), SLICE, 0, _PLACES, 0.0),
+    **_entries(("weights_kurtosis",), SLICE, 0, _PLACES, 1e-12),
+    # spectrum, norms, ranks
+    **_entries(
+        ("weights_svals", "max_weights_sval", "min_weights_sval", "nuclear_norm", "l2_norm"), SLICE, 1, _ANY, 1e-6
+    ),
+    **_entries(("weights_svals_error", "weights_svals_route"), {}, None),
+    **_entries(("weights_lsvs", "weights_rsvs"), {}, None),
+    **_entries(("esd", "esd_max", "esd_min"), SLICE, 2, _ANY),
+    **_entries(("effective_rank", "stable_rank", "hard_rank"), SLICE, 0, _ANY, 1e-5),
+    # the null: where entries go depends on where they are
+    **_entries(("rand_seed",), NULL, 0, _ANY, 0.0),
+    **_entries(("weights_rand",), NULL, 1, frozenset(), 0.0),
+    **_entries(("weights_rand_lsvs", "weights_rand_rsvs"), {}, None),
+    **_entries(("weights_rand_svals", "max_weights_rand_sval", "min_weights_rand_sval"), NULL, 1),
+    **_entries(("esd_rand", "esd_rand_max", "esd_rand_min"), NULL, 2),
+    **_entries(("esd_rand_mean", "esd_rand_std", "esd_rand_max_mean", "esd_rand_max_std"), NULL, 2),
+    **_entries(("w1_rand_distance", "w1_rand_distance_mean", "w1_rand_distance_std"), NULL, 0),
+    # noise
+    **_entries(("mp_bulk_std", "mp_sval_max"), NULL, 1),
+    **_entries(("mp_esd_max", "mp_esd_min", "tw_esd_bound"), NULL, 2),
+    **_entries(("mp_ks", "mp_concentration", "mp_presence", "mp_soft_rank"), NULL, 0, frozenset(), 1e-5),
+    **_entries(("mp_num_spikes", "tw_num_spikes"), NULL, 0, frozenset(), 0.0),
+    # models: logarithms move by a constant, and their sum by as many as there are slices
+    **_entries(("param_norm",), MODEL, 2, _ANY, 1e-12, "model"),
+    **_entries(
+        ("log_norm", "log_spectral_norm", "log_prod_frob_norm", "log_prod_spectral_norm"),
+        MODEL,
+        None,
+        _ANY,
+        1e-6,
+        "model",
+    ),
+}
+
+
+def _hadamard(order: int) -> Matrix:
+    w = np.ones((1, 1))
+    for _ in range(order):
+        w = np.block([[w, w], [w, -w]])
+    return w
+
+
+def _tridiagonal(n: int) -> Matrix:
+    return 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+
+
+def _mp_spectrum(w: Matrix) -> Matrix:
+    with mp.workdps(60):
+        return np.array(sorted(float(x) for x in mp.svd_r(mp.matrix(w.tolist()), compute_uv=False)))
+
+
+def _hilbert_spectrum(n: int) -> Matrix:
+    with mp.workdps(60):
+        exact = mp.matrix([[mp.mpf(1) / (i + j + 1) for j in range(n)] for i in range(n)])
+        return np.array(sorted(float(abs(x)) for x in mp.eigsy(exact, eigvals_only=True)))
+
+
+KNOWN_SPECTRA: dict[str, tuple[Matrix, Callable[[], Matrix]]] = {
+    "hadamard": (_hadamard(4), lambda: np.full(16, 4.0)),
+    "tridiagonal": (
+        _tridiagonal(12),
+        lambda: np.array([float(2 - 2 * mp.cos(k * mp.pi / 13)) for k in range(1, 13)]),
+    ),
+    "hilbert": (testing.hilbert(9), lambda: _hilbert_spectrum(9)),
+    "kahan": (testing.kahan(12), lambda: _mp_spectrum(testing.kahan(12))),
+}
+"""Matrices whose singular values are known: in closed form, or in 60 digits."""

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import run, workloads
-from benchmarks.peers import bare_numpy, fits, side_by_side
+from benchmarks import accuracy, run, workloads
+from benchmarks.peers import bare_numpy, catalogue, fits, side_by_side
 
 CASES = list(run.cases(tiny=True))
+SUBJECTS = ("linalg", "moments", "engine", "store", "view", "random_matrix", "fits")
 
 
 def test_there_are_benchmarks_of_every_subject() -> None:
-    assert {case.module for case in CASES} == {
-        f"bench_{x}" for x in ("linalg", "moments", "engine", "store", "view", "fits")
-    }
+    assert {case.module for case in CASES} == {f"bench_{x}" for x in SUBJECTS}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -84,3 +83,22 @@ def test_fits_run_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     written = json.loads(out.read_text(encoding="utf8"))
     assert all(row["seconds"] > 0 for row in written["alone"])
     assert "limit" in capsys.readouterr().out
+
+
+def test_the_catalogue_is_measured_beside_bare_numpy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "m.safetensors", tmp_path / "catalogue.json"
+    workloads.write_safetensors(path, 40, 12)
+    assert catalogue.main(["--only", "minilm", "--repeats", "1", "--checkpoint", str(path), "--out", str(out)]) == 0
+    found = json.loads(out.read_text(encoding="utf8"))["minilm"]
+    assert found["ours"]["matrices"] == found["bare_numpy"]["matrices"] == 1
+    assert found["ours"]["seconds"][0] > 0
+    assert "times as fast" in capsys.readouterr().out
+    assert len(catalogue.CATALOGUE) == len(set(catalogue.CATALOGUE)) == 67
+    assert set(catalogue.SPECTRAL_SET) <= set(catalogue.CATALOGUE)
+
+
+def test_accuracy_is_measured_for_every_field() -> None:
+    rows = accuracy.measure({"gauss": workloads.matrices(1, 9, 6)["layer.0.weight"].astype("f8")})
+    assert {row.field for row in rows} == {name for name, entry in accuracy.TABLE.items() if entry.value is not None}
+    text = accuracy.table(rows)
+    assert text.count("\n") == len(rows) + 1

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from reference import MODEL, SLICE, svals
+from reference import MODEL, NULL, SLICE, svals
 
 from diffract_dask import kernels, linalg, testing
 from diffract_dask.blas import blas_threads
@@ -95,6 +95,9 @@ FIELDS = [
     "log_prod_frob_norm",
     "log_prod_spectral_norm",
     "param_norm",
+    *NULL,
+    "weights_rand_lsvs",
+    "weights_rand_rsvs",
 ]
 SPECTRAL = [name for name in SLICE if name not in ONE_PASS and not name.endswith(("_dim", "_ratio"))]
 SCALARS = [name for name in SLICE if not REGISTRY.field(name).dims]
@@ -572,6 +575,8 @@ def test_the_streamed_twin_gives_the_same_outputs_in_the_same_order(function: An
     w[3] = 0.0
     shape = w.shape[::-1] if wide else w.shape
     stream, params = function.__kernel__.blocks, dict(function.__kernel__.defaults)
+    known = evaluate(w.T if wide else w, function.__kernel__.inputs[1:]) if function.__kernel__.inputs[1:] else {}
+    others = {name: known[name] for name in function.__kernel__.inputs[1:]}
 
     def span(rows: NDArray[Any]) -> Any:
         state = stream.start(shape, w.dtype)
@@ -580,8 +585,9 @@ def test_the_streamed_twin_gives_the_same_outputs_in_the_same_order(function: An
         return state
 
     state = stream.merge(span(w[:25]), span(w[25:]))
-    streamed = stream.finish(state, lambda: iter(np.array_split(w, 6)), params)
-    whole = function(w.T if wide else w)
+    streamed = stream.finish(state, lambda: iter(np.array_split(w, 6)), {**params, **others})
+    whole = function(w.T if wide else w, *others.values())
+    whole = whole if isinstance(whole, tuple) else (whole,)
     assert len(streamed) == len(whole) == len(function.__kernel__.outputs)
     for name, got, want in zip(function.__kernel__.outputs, streamed, whole, strict=True):
         if name != "weights_svals_error":
@@ -594,11 +600,15 @@ def test_the_streamed_twin_gives_the_same_outputs_in_the_same_order(function: An
 
 def test_the_catalogue_is_complete() -> None:
     assert sorted(REGISTRY.fields) == sorted(FIELDS)
-    assert {*SLICE, *MODEL} == set(FIELDS) - {
-        *FITS, *MODEL_FITS, "weights_lsvs", "weights_rsvs", "weights_svals_error", "weights_svals_route"
-    }  # fmt: skip
+    by_property = {"weights_lsvs", "weights_rsvs", "weights_svals_error", "weights_svals_route"}
+    fitted = {*FITS, *MODEL_FITS}
+    assert {*SLICE, *NULL, *MODEL} == set(FIELDS) - fitted - by_property - {"weights_rand_lsvs", "weights_rand_rsvs"}
     assert {name for name in FIELDS if REGISTRY.producer(name).level == "model"} == {*MODEL, *MODEL_FITS}
-    assert {name for name in FIELDS if not REGISTRY.field(name).persist} == {"esd", "weights_lsvs", "weights_rsvs"}
+    assert {name for name in FIELDS if not REGISTRY.field(name).persist} == {
+        *("esd", "weights_lsvs", "weights_rsvs"),
+        *("esd_rand", "weights_rand", "weights_rand_lsvs", "weights_rand_rsvs"),
+        *(name for name in FIELDS if REGISTRY.producer(name).name == "rand_replicas"),
+    }
 
 
 def test_cheap_fields_need_no_decomposition() -> None:

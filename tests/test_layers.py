@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"errors", "config"},
     {"fields", "blas", "codehash"},
-    {"kernel", "linalg", "moments", "expint", "tails", "zeta"},
+    {"kernel", "linalg", "moments", "shuffle", "randommatrix", "expint", "tails", "zeta"},
     {"families"},
     {"powerlaw"},
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
@@ -29,7 +29,7 @@ LAYERS = (
     {"graph"},
     {"modellevel", "commits", "lazy"},
     {"execute"},
-    {"table", "export", "ingest", "results", "report", "report_figures", "terminal"},
+    {"definitions", "table", "export", "ingest", "results", "report", "report_figures", "terminal"},
     {"session"},
     {"xarray_backend", "demo"},
     {"cli_options", "cli", "__main__"},

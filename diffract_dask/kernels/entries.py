@@ -38,31 +38,40 @@ def entry_status(*outputs: NDArray[np.float64]) -> NDArray[np.uint8]:
     weights_mean=Field(
         long_name="Mean of the weights",
         formula=r"\bar w = \frac{1}{n_f} \sum_{ij} w_{ij}",
+        reference="pebay2008formulas",
         nan=_NO_ENTRY,
     ),
     weights_std=Field(
         long_name="Standard deviation of the weights",
         formula=r"\sqrt{m_2},\; m_k = \frac{1}{n_f} \sum_{ij} (w_{ij} - \bar w)^k",
+        reference="pebay2008formulas",
         valid_range=(0.0, math.inf),
         nan=_NO_ENTRY,
     ),
-    weights_min=Field(long_name="Smallest weight", formula=r"\min_{ij} w_{ij}", nan=_NO_ENTRY),
-    weights_max=Field(long_name="Greatest weight", formula=r"\max_{ij} w_{ij}", nan=_NO_ENTRY),
+    weights_min=Field(
+        long_name="Smallest weight", formula=r"\min_{ij} w_{ij}", reference="david2003order", nan=_NO_ENTRY
+    ),
+    weights_max=Field(
+        long_name="Greatest weight", formula=r"\max_{ij} w_{ij}", reference="david2003order", nan=_NO_ENTRY
+    ),
     weights_absmax=Field(
         long_name="Greatest absolute weight",
         formula=r"\max_{ij} |w_{ij}|",
+        reference="golub2013matrix",
         valid_range=(0.0, math.inf),
         nan=_NO_ENTRY,
     ),
     zero_fraction=Field(
         long_name="Fraction of zero weights",
         formula=r"\#\{w_{ij} = 0\} / n_f",
+        reference="hoefler2021sparsity",
         valid_range=(0.0, 1.0),
         nan=_NO_ENTRY,
     ),
     nonfinite_fraction=Field(
         long_name="Fraction of non-finite weights",
         formula=r"1 - n_f / (m n)",
+        reference="ieee2019arithmetic",
         valid_range=(0.0, 1.0),
         nan="never",
     ),
@@ -102,7 +111,7 @@ def entry_statistics(weights: ArrayLike) -> tuple[NDArray[np.float64], ...]:
 
     References
     ----------
-    golub2013matrix, joanes1998comparing
+    golub2013matrix, pebay2008formulas, joanes1998comparing, david2003order, hoefler2021sparsity, ieee2019arithmetic
 
     Examples
     --------

@@ -56,6 +56,7 @@ def _route(rows: int, cols: int, dtype: np.dtype[Any], params: Mapping[str, Any]
     weights_svals_route=Field(
         long_name="Route of the singular values",
         formula=r"\text{" + ", ".join(f"{code} {name}" for code, name in linalg.ROUTES.items()) + "}",
+        reference="golub2013matrix",
         dtype="int64",
         valid_range=(0.0, float(max(linalg.ROUTES))),
         nan="never",
