@@ -77,8 +77,8 @@ def log_scaled_expint(p: ArrayLike, x: ArrayLike) -> Array:
 
     Examples
     --------
-    >>> log_scaled_expint([2.0, 3.0], 0.0).round(6).tolist()
-    [0.0, -0.693147]
+    >>> log_scaled_expint([3.0, 4.0], 0.0).round(6).tolist()
+    [-0.693147, -1.098612]
     """
     orders, arguments = np.broadcast_arrays(np.asarray(p, np.float64), np.asarray(x, np.float64))
     flat_p, flat_x = orders.ravel(), arguments.ravel()

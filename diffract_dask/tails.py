@@ -22,7 +22,7 @@ Survival = Callable[[Index, Array, Array], Array]
 """``(k, y, w)`` to the probability beyond a point, for the points of the tails ``start[k]``; all of one length."""
 
 _SLACK = 1.0 + 1e-12  # bounds and distances of the same tail may differ by rounding
-_RANKS = (8,)
+_RANKS = 8  # points of each tail that give its first bound
 _BLOCK = 1 << 16  # points that are worked on at a time
 _LARGEST = 960  # binary exponent of the largest values whose sums cannot overflow
 _DIRECT = 1 << 13  # so many points are done at once rather than bounded first
@@ -156,18 +156,18 @@ def distances(tails: Tails, survival: Survival, chosen: Index) -> Array:
             deviation = np.abs(_deviations(tails, survival, np.repeat(part, sizes), p))
             out[begin:stop] = np.maximum.reduceat(deviation, offsets)
         begin = stop
-    return out
+    return np.where(np.isnan(out), np.inf, out)  # a model that leaves the range of float64 fits nothing
 
 
-def _by_ranks(tails: Tails, survival: Survival, chosen: Index, ranks: int) -> Array:
-    """Return lower bounds of the distances from a few evenly spaced points of each tail."""
-    out = np.empty(len(chosen))
-    step = _BLOCK // ranks
-    for begin in range(0, len(chosen), step):
-        part = chosen[begin : begin + step]
-        p = tails.start[part][:, None] + tails.sizes[part][:, None] * (2 * np.arange(ranks) + 1) // (2 * ranks)
-        deviation = _deviations(tails, survival, np.repeat(part, ranks), p.ravel())
-        out[begin : begin + step] = np.abs(deviation).reshape(-1, ranks).max(axis=1)
+def _by_ranks(tails: Tails, survival: Survival) -> Array:
+    """Return lower bounds of all distances from a few evenly spaced points of each tail."""
+    out = np.empty(len(tails.start))
+    step = _BLOCK // _RANKS
+    for begin in range(0, len(out), step):
+        part = np.arange(begin, min(begin + step, len(out)))
+        p = tails.start[part][:, None] + tails.sizes[part][:, None] * (2 * np.arange(_RANKS) + 1) // (2 * _RANKS)
+        deviation = _deviations(tails, survival, np.repeat(part, _RANKS), p.ravel())
+        out[part] = np.abs(deviation).reshape(-1, _RANKS).max(axis=1)
     return out
 
 
@@ -189,20 +189,15 @@ def smallest_distance(tails: Tails, survival: Survival) -> Best:
         found = distances(tails, survival, everything)
         k = int(found.argmin())
         return Best(k, float(found[k]))
-    bounds = np.zeros(len(everything))
-    best = Best(-1, np.inf)
-    alive = everything
-    for ranks in _RANKS:
-        if len(alive) * ranks > tails.sizes[alive].sum():
-            break
-        bounds[alive] = np.maximum(bounds[alive], _by_ranks(tails, survival, alive, ranks))
-        best = _try(tails, survival, int(alive[bounds[alive].argmin()]), best)[0]
-        alive = alive[bounds[alive] <= best.distance * _SLACK]
+    bounds = _by_ranks(tails, survival)
+    best, _ = _try(tails, survival, int(bounds.argmin()), Best(-1, np.inf))
+    alive = everything[bounds <= best.distance * _SLACK]
     return _cut(tails, survival, bounds, alive, best)
 
 
 def _try(tails: Tails, survival: Survival, k: int, best: Best) -> tuple[Best, list[int]]:
     distance, witnesses = _whole(tails, survival, k)
+    distance = np.inf if np.isnan(distance) else distance
     return min(best, Best(k, distance), key=lambda one: (one.distance, one.k)), witnesses
 
 

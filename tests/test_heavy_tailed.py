@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from diffract_dask import Session, kernels, powerlaw, testing
 from diffract_dask.blas import blas_threads
 from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import STATUS_MEANING, Status
+from diffract_dask.sources import dtypes
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "diffract_fits.json").read_text())["slices"]
@@ -317,6 +319,19 @@ def test_model_level_means_of_nothing_and_in_any_order() -> None:
 # Numerical zero
 
 
+@pytest.mark.parametrize("name", [name for name, one in dtypes.DTYPES.items() if one.kind == "float"])
+def test_rounding_is_that_of_the_stored_type(name: str) -> None:
+    stored = getattr(ml_dtypes, name, None) or np.dtype(name)
+    if name == "float8_e8m0fnu":
+        assert dtypes.rounding(name) == 0.5  # powers of two only
+    else:
+        assert dtypes.rounding(name) == float(ml_dtypes.finfo(stored).eps) / 2
+
+
+def test_whole_numbers_are_not_rounded() -> None:
+    assert {dtypes.rounding(name) for name in ("int8", "uint64", "bool")} == {0.0}
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("rank", [1, 9, 20])
 def test_numerical_rank_follows_the_stored_dtype(tmp_path: Path, dtype: str, rank: int) -> None:
@@ -491,3 +506,17 @@ def test_fits_need_the_weights_for_nothing_but_singular_values() -> None:
     names = [one.name for one in REGISTRY.closure(["pl_alpha", "tpl_p_value"])]
     assert names[0] == "singular_values"
     assert [one.name for one in REGISTRY.closure(["pl_alpha"]) if "weights" in one.inputs] == ["singular_values"]
+
+
+def test_minilm_as_in_weightwatcher(real_weights: Callable[[str], Path]) -> None:
+    """Values of weightwatcher 0.7.7, whose eigenvalues are squares of singular values; it leaves out 2 × 384."""
+    session = Session()
+    session.models.add(real_weights("minilm/model.safetensors"), "m", link=True)
+    session.compute.apply("model_pl_alpha", "pl_esd_xmin", "pl_ks")
+    found = session.results.dataset("model_pl_alpha", "model_pl_alpha_skipped", "pl_alpha", "pl_esd_xmin", "pl_ks")
+    assert found["model_pl_alpha"].item() == pytest.approx(4.1171, abs=5e-5)
+    assert found["model_pl_alpha_skipped"].item() == 1
+    embedding = found.sel(name="embeddings.word_embeddings.weight", model_id="m")
+    assert embedding["pl_alpha"].item() == pytest.approx(4.534994, abs=1e-6)
+    assert embedding["pl_esd_xmin"].item() * 30522 == pytest.approx(252.7047, abs=1e-4)
+    assert embedding["pl_ks"].item() == pytest.approx(0.0534, abs=5e-5)
