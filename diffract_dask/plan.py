@@ -504,7 +504,10 @@ def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Map
             shape = int(plan.cells.rows[label]), int(plan.cells.cols[label])
             part = (*shape, str(parameters.dtype[row]), parameters.stack[row] == "", runs[:, label].tobytes())
             parts.setdefault(part, []).append((row, label))
-        for (rows, cols, dtype_name, linked, which), members in sorted(parts.items()):
+        # The largest first: what takes longest must not be what is left when the other workers are idle.
+        for (rows, cols, dtype_name, linked, which), members in sorted(
+            parts.items(), key=lambda part: (-part[0][0] * part[0][1], part)
+        ):
             chosen = [step for step, mine in zip(steps, np.frombuffer(which, bool), strict=True) if mine]
             dtype = dtypes.decoded(dtype_name)
             layout = memory.layout(
