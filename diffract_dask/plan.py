@@ -495,7 +495,9 @@ def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Map
         mine = np.flatnonzero(models == position)
         rows_in_model = plan.view.row[position, plan.cells.name[cells[mine]]].astype(np.intp)
         parts = _parts(plan, store, position, busy[mine], rows_in_model, kinds.ravel()[mine])
-        for (rows, cols, dtype_name, linked, kind), members in sorted(parts.items()):
+        # The largest first: what takes longest must not be what is left when the other workers are idle.
+        order = sorted(parts.items(), key=lambda part: (-part[0][0] * part[0][1], part[0]))
+        for (rows, cols, dtype_name, linked, kind), members in order:
             chosen = [step for step, runs_here in zip(steps, which[:, kind], strict=True) if runs_here]
             dtype = dtypes.decoded(dtype_name)
             model_id = plan.view.model_ids[position]
