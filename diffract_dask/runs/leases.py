@@ -23,7 +23,7 @@ from diffract_dask.runs.records import RunRecord, now
 __all__ = ["hold", "is_held", "observed"]
 
 LEASE = "_lease.json"
-_LOCK = ".lock"
+LOCK = ".lock"
 _BEAT_SECONDS = 5.0
 _DEAD_SECONDS = 60.0
 
@@ -132,7 +132,7 @@ def hold(path: Path, wait: float | None) -> Iterator[None]:
 def _acquire(path: Path, wait: float | None) -> BaseFileLock:
     if _held.get(str(path)) == threading.get_ident():
         raise RunLockedError(f"the run in {path} is at work in this very thread; a stage cannot run its own run again")
-    lock: BaseFileLock = FileLock(path / _LOCK, thread_local=False)
+    lock: BaseFileLock = FileLock(path / LOCK, thread_local=False)
     deadline = None if wait is None else time.monotonic() + wait
     told = False
     while True:
@@ -152,7 +152,7 @@ def _acquire(path: Path, wait: float | None) -> BaseFileLock:
         except (NotImplementedError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
-            lock = SoftFileLock(path / f"{_LOCK}.soft", thread_local=False)  # the file system has no locks
+            lock = SoftFileLock(path / f"{LOCK}.soft", thread_local=False)  # the file system has no locks
 
 
 def _beat(lease: Path, stop: threading.Event) -> None:
