@@ -196,6 +196,29 @@ CHAIN.variation('x', a='v', b='w')
     assert calls(project) == ["down", "down"], "a step alone means all that its run put out"
 
 
+def test_an_upstream_that_is_forced_counts_if_it_put_out_something_else(project: Project) -> None:
+    source = """
+from pathlib import Path
+dm.register('v')
+def _up(ctx): ctx.artifact('up', 'x', 'given')
+def _down(ctx): ctx.metric('down', 'got', ctx.upstream_artifact('a', 'stages/up/outputs/x').read_text())
+CHAIN = dm.Chain('c', [
+    dm.ChainStep('a', dm.Pipeline('upper', [dm.Stage('up', _up)])),
+    dm.ChainStep('b', dm.Pipeline('lower', [dm.Stage('down', _down)]), 'a'),
+])
+CHAIN.variation('x', a='v', b='v')
+"""
+    (project.folder / "given").write_text("one")
+    variation = project.declare("chained", source).CHAIN.variations["x"]
+    variation.run(project.runs)
+    assert variation.run(project.runs, force={"a": "up"})["b"].stage_status == {"down": "cached"}
+    (project.folder / "given").write_text("two")
+    again = variation.run(project.runs, force={"a": "up"})["b"]
+    assert (again.stage_status, again.metrics["down"]["got"]["value"]) == ({"down": "done"}, "two")
+    with pytest.raises(UnknownNameError, match="Did you mean 'up'"):
+        variation.run(project.runs, force={"a": "upp"})
+
+
 def test_an_upstream_that_is_not_done_is_refused(project: Project) -> None:
     pipeline = project.declare("two", TWO_STAGES).PIPELINE
     partial = pipeline.run("base", project.runs, only="first")
@@ -324,6 +347,7 @@ WRONG_ARTIFACTS = {
         ArtifactError,
         "leads out of the run",
     ),
+    "a stage that is no input": ("ctx.stage_dir('t')", UnknownNameError, r"Add it: Stage\('s', …, inputs="),
     "metric of another stage": ("ctx.metric('t', 'x', 1)", ArtifactError, "stage 's' is the one that runs"),
     "array": ("ctx.metric('s', 'x', np.arange(3))", ArtifactError, "not ndarray"),
     "none": ("ctx.metric('s', 'x', None)", ArtifactError, "not NoneType"),
