@@ -292,6 +292,24 @@ def test_an_object_that_cannot_be_hashed_asks_for_a_version(project: Project) ->
     assert fixed.run("v", project.runs).code == {"s": 'version:[1,"a"]'}
 
 
+def test_a_pipeline_that_cannot_run_stops_no_other_of_its_module(project: Project) -> None:
+    source = """
+import threading
+lock = threading.Lock()
+dm.register('v')
+def bad(ctx): lock.acquire()
+def good(ctx): pass
+dm.Pipeline('bad', [dm.Stage('s', bad)])
+PIPELINE = dm.Pipeline('good', [dm.Stage('s', good)])
+CHAIN = dm.Chain('c', [dm.ChainStep('s', PIPELINE)])
+CHAIN.variation('x', s='v')
+"""
+    record = project.declare("p", source).CHAIN.variations["x"].run(project.runs)["s"]
+    assert record.status == "done"
+    assert set(project.catalog.pipelines) == set(dm.Catalog(project.runs).pipelines) == {"good", "bad"}
+    assert dm.progress(project.catalog, "c", "x").status == "done"
+
+
 # ---------------------------------------------------------------- artifacts
 
 
