@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from projects import Project
+from projects import PTYCHO_PROJECT, Project
 from test_runs_findings import TWO_STAGES, calls
 
 import diffract_dask.runs as dm
@@ -472,6 +472,23 @@ PIPELINE = dm.Pipeline('p', [dm.Stage('s', f, version=1)])
         assert first.result().stage_status == {"s": "done"}
         assert second.result().stage_status == {"s": "cached"}
     assert not list((project.folder / "runs").rglob(leases.LEASE))
+
+
+def test_a_folder_that_cannot_be_written_is_said(project: Project) -> None:
+    (project.folder / "runs").write_text("a file")
+    with pytest.raises(RunError, match=r"cannot be written .*; give another root"):
+        in_a_stage(project, "pass")
+    project.write_all(PTYCHO_PROJECT)
+    with pytest.raises(RunError, match=r"cannot be written .*; give another root"):
+        project.load("chains.ptycho").CHAIN.variations["baseline"].run(project.runs)
+
+
+def test_an_upstream_may_come_by_another_way_to_the_same_root(project: Project) -> None:
+    upstream = project.declare("two", TWO_STAGES).PIPELINE.run("base", project.runs)
+    (project.folder / "way").symlink_to(project.folder / "runs")
+    other = project.declare("p", ONE_STAGE.format(body="ctx.upstream_artifact('u', 'stages/first/outputs/x.txt')"))
+    runs = dm.RunRegistry(project.folder / "way")
+    assert other.PIPELINE.run("v", runs, upstream={"u": upstream}, only="s").stage_status["s"] == "done"
 
 
 def test_a_stage_cannot_run_its_own_run(project: Project) -> None:
