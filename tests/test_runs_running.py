@@ -523,6 +523,18 @@ def test_c8_a_killed_run_shows_as_interrupted_and_can_be_run_again(project: Proj
     assert (record.status, record.stage_status) == ("done", {"s": "done"})
 
 
+def test_a_run_killed_between_two_stages_shows_as_interrupted(project: Project) -> None:
+    record = project.declare("two", TWO_STAGES).PIPELINE.run("base", project.runs, only="first")
+    path = Path(record.fdir)
+    data = encoding.read_json(path / "run.json")
+    encoding.write_json(path / "run.json", {**data, "ended": None, "stage_status": {"first": "done"}})
+    encoding.write_json(path / leases.LEASE, leases.myself())
+    assert project.runs.list_runs()[0].status == "running"
+    (path / leases.LEASE).unlink()
+    (found,) = project.runs.list_runs(status="interrupted")
+    assert found.stage_status == {"first": "done"}
+
+
 def test_the_heartbeat_tells_of_processes_elsewhere(tmp_path: Path) -> None:
     lease = tmp_path / leases.LEASE
     encoding.write_json(lease, {"host": "elsewhere", "pid": 1, "space": "x"})

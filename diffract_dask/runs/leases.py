@@ -77,10 +77,11 @@ def is_held(path: Path) -> bool:
 
 
 def observed(record: RunRecord) -> RunRecord:
-    """Return a record as it is to be shown: what it says is running, and is not, was interrupted."""
+    """Return a record that has not ended as it is to be shown: what nobody works on any more was interrupted."""
     if record.path is None or is_held(record.path):
         return record
     shown = record.copy()
+    shown.gone = True
     shown.stage_status = {
         stage: "interrupted" if status == "running" else status for stage, status in record.stage_status.items()
     }
