@@ -11,13 +11,17 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 __all__ = [
+    "ArtifactError",
+    "ArtifactNotFoundError",
     "CircularDependencyError",
     "ConfigurationError",
     "CorruptFileError",
+    "DeclarationError",
     "DiffractError",
     "DuplicateContentWarning",
     "FieldNotFoundError",
     "FilterError",
+    "FrozenConfigError",
     "IncompatibleStoreError",
     "InvalidIdentifierError",
     "KernelError",
@@ -34,12 +38,18 @@ __all__ = [
     "OverBudgetError",
     "ParameterNotFoundError",
     "ReadOnlyStoreError",
+    "RunError",
+    "RunInputError",
+    "RunLockedError",
+    "RunNotFoundError",
     "SessionError",
     "SourceError",
     "StaleValuesWarning",
     "StoreChangedError",
     "StoreError",
     "StoreLockedError",
+    "UnencodableError",
+    "UnknownNameError",
     "UnsafePickleError",
     "UnsupportedSourceError",
     "did_you_mean",
@@ -204,6 +214,66 @@ class MatrixError(DiffractError, ValueError):
     """An array that is not a matrix, or a stack of matrices, of real numbers."""
 
     kind = "matrix"
+
+
+class RunError(DiffractError):
+    """A pipeline, chain, run or artifact that cannot be declared, run or found."""
+
+    kind = "run"
+
+
+class DeclarationError(RunError, ValueError):
+    """A pipeline, variant, chain or variation whose declaration contradicts itself or another one."""
+
+    kind = "run_declaration"
+
+
+class UnknownNameError(RunError, LookupError):
+    """No stage, step, variant, variation, config key, pipeline or chain has this name."""
+
+    kind = "run_unknown_name"
+
+
+class FrozenConfigError(RunError, TypeError):
+    """A change to a configuration, which is fixed once it is made."""
+
+    kind = "run_frozen_config"
+
+
+class UnencodableError(RunError, TypeError):
+    """A value that has no canonical form: it cannot be part of a configuration or of a fingerprint."""
+
+    kind = "run_unencodable"
+
+
+class RunInputError(RunError):
+    """What a run, or a stage of it, starts from is missing."""
+
+    kind = "run_input"
+
+
+class RunNotFoundError(RunError, LookupError):
+    """No run has this pipeline, variant and fingerprint, or more than one has."""
+
+    kind = "run_not_found"
+
+
+class RunLockedError(RunError):
+    """Another process or thread works on the same run and did not end in time."""
+
+    kind = "run_locked"
+
+
+class ArtifactError(RunError, ValueError):
+    """An artifact or a metric that cannot be kept: a path outside the run, a value that is no scalar."""
+
+    kind = "run_artifact"
+
+
+class ArtifactNotFoundError(ArtifactError, FileNotFoundError):
+    """The file that is to be kept, or that a run should hold, does not exist."""
+
+    kind = "run_artifact_not_found"
 
 
 class OverBudgetError(DiffractError):

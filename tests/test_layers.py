@@ -31,7 +31,7 @@ LAYERS = (
     {"execute"},
     {"definitions", "table", "export", "ingest", "results", "report", "report_figures", "terminal"},
     {"session"},
-    {"xarray_backend", "demo"},
+    {"xarray_backend", "demo", "runs"},
     {"cli_options", "cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -43,7 +43,7 @@ ROOMS = {
     "bokeh": {"report", "report_figures"},
     "click": {"cli", "cli_options"},
     "zarr": {"store"},
-    "filelock": {"store"},
+    "filelock": {"store", "runs"},
     "xxhash": {"digests", "sources"},
     "threadpoolctl": {"blas"},
 }

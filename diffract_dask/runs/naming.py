@@ -1,0 +1,82 @@
+"""Names and the folders that stand for them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from urllib.parse import quote
+
+from diffract_dask.errors import ArtifactError, DeclarationError, UnknownNameError, did_you_mean
+
+__all__ = ["check_known", "check_name", "folder", "inside", "names"]
+
+_LONGEST = 120
+_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
+
+def check_name(name: object, what: str) -> str:
+    """Return a name, which is any printable text that is not empty.
+
+    Raises
+    ------
+    DeclarationError
+        It is something else.
+    """
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise DeclarationError(f"the name of a {what} is a printable text that is not empty, not {name!r}")
+    return name
+
+
+def folder(name: str) -> str:
+    """Return the folder of a name: itself where that is safe, else quoted; long ones are cut and given a hash.
+
+    >>> folder("jitter low"), folder("a/b"), folder(".."), folder("_scripts")
+    ('jitter low', 'a%2Fb', '%2E%2E', '%5Fscripts')
+    """
+    text = quote(name, safe=" +=,@()[]{}'!;")
+    if text[-1] in ". ":
+        text = f"{text[:-1]}%{ord(text[-1]):02X}"
+    if text[0] in "._ " or _RESERVED.fullmatch(text):
+        text = f"%{ord(text[0]):02X}{text[1:]}"
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - 10].rstrip('%. ')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return text
+
+
+def names(value: str | Iterable[str] | None, what: str) -> tuple[str, ...]:
+    """Return names as a tuple; a bare string is one name, not its letters."""
+    found = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    return tuple(check_name(name, what) for name in found)
+
+
+def check_known(wanted: Iterable[str], known: Iterable[str], what: str, where: str) -> None:
+    """Refuse names that are not among the known ones.
+
+    Raises
+    ------
+    UnknownNameError
+        The message has the nearest names.
+    """
+    known = list(known)
+    for name in wanted:
+        if name not in known:
+            hint = did_you_mean(name, known) or (f" There are {', '.join(map(repr, known))}." if known else "")
+            raise UnknownNameError(f"{where} has no {what} {name!r}.{hint}")
+
+
+def inside(base: Path, relpath: str | os.PathLike[str], what: str) -> Path:
+    """Return ``base / relpath`` for a relative path that stays within `base`.
+
+    Raises
+    ------
+    ArtifactError
+        It is absolute, empty, or leaves the folder.
+    """
+    text = os.fspath(relpath).replace(os.sep, "/")
+    parts = PurePosixPath(text).parts
+    if not parts or text.startswith("/") or ".." in parts or os.path.isabs(text) or "\0" in text:
+        raise ArtifactError(f"{what} {text!r} is not a path inside {base.name}/; give a relative one without '..'")
+    return base.joinpath(*parts)
