@@ -1,20 +1,61 @@
-"""The version of a kernel that states none: a hash of its code."""
+"""Text that stands for code, and the version of a kernel that states none: a hash of it."""
 
 from __future__ import annotations
 
+import dis
 import functools
+import importlib.util
 import inspect
 import pickle
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-
-import numpy as np
 
 from diffract_dask.errors import KernelRegistrationError
 
-__all__ = ["code_version"]
+__all__ = ["Walk", "code_version", "described_code"]
+
+
+def _same_module(module: str, origin: str) -> bool:
+    return module == origin
+
+
+@dataclass
+class Walk:
+    """A walk over code and what it refers to.
+
+    Attributes
+    ----------
+    follows : callable
+        Whether code of a module counts when code of another one refers to it: ``follows(module, origin)``.
+    deep : bool
+        Whether attributes of modules, imports within functions and the methods of classes count too.
+    seen : set of int
+    modules : set of str
+        Those whose code was met.
+    """
+
+    follows: Callable[[str, str], bool] = _same_module
+    deep: bool = False
+    seen: set[int] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+
+
+def described_code(func: Callable[..., Any], walk: Walk) -> Iterator[str]:
+    """Yield text that is equal for equal code in every process of one version of Python.
+
+    Raises
+    ------
+    pickle.PicklingError, TypeError, AttributeError
+        The code refers to an object that cannot be hashed.
+    """
+    if isinstance(func, FunctionType):
+        yield from _described_function(func, walk)
+    else:
+        yield from _described(func, "", walk)
 
 
 def code_version(func: Callable[..., Any], label: str, form: str) -> str:
@@ -37,9 +78,8 @@ def code_version(func: Callable[..., Any], label: str, form: str) -> str:
         It refers to an object that cannot be hashed.
     """
     digest = blake2b(form.encode(), digest_size=8)
-    seen: set[int] = set()
     try:
-        for text in _described_function(func, seen) if isinstance(func, FunctionType) else _described(func, "", seen):
+        for text in described_code(func, Walk()):
             digest.update(text.encode() + b"\n")
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise KernelRegistrationError(
@@ -49,38 +89,101 @@ def code_version(func: Callable[..., Any], label: str, form: str) -> str:
     return "code:" + digest.hexdigest()
 
 
-def _described_function(func: FunctionType, seen: set[int]) -> Iterator[str]:
-    seen.add(id(func))
+def _described_function(func: FunctionType, walk: Walk) -> Iterator[str]:
+    walk.seen.add(id(func))
+    walk.modules.add(func.__module__)
     code = func.__code__
-    yield from _described_code(code, func.__module__, seen, skip_first=code.co_consts[:1] == (func.__doc__,))
+    yield from _described_code(code, func.__module__, walk, skip_first=code.co_consts[:1] == (func.__doc__,))
     for cell in func.__closure__ or ():
         try:
             content = cell.cell_contents
         except ValueError:
             continue
-        yield from _described(content, func.__module__, seen)
-    for name in sorted(_names(code) & func.__globals__.keys()):
+        yield from _described(content, func.__module__, walk)
+    names = _names(code)
+    for name in sorted(names & func.__globals__.keys()):
         value = func.__globals__[name]
-        counts = isinstance(
-            value, (*_PLAIN, np.ndarray, tuple, list, dict, set, frozenset, FunctionType, functools.partial)
-        )
-        if counts or isinstance(_unwrapped(value), FunctionType):
+        counts = isinstance(value, (*_PLAIN, tuple, list, dict, set, frozenset, FunctionType, functools.partial))
+        if counts or _is_array(value) or isinstance(_unwrapped(value), FunctionType):
             yield name
-            yield from _described(value, func.__module__, seen)
+            yield from _described(value, func.__module__, walk)
+        elif walk.deep:
+            yield name
+            yield from _described(value, func.__module__, walk)
+            yield from _used_of(value, names, func.__module__, walk)
+    if walk.deep:
+        for module in _imported(code, func.__globals__):
+            yield from _used_of(module, names, func.__module__, walk)
 
 
-def _described_code(code: CodeType, module: str, seen: set[int], *, skip_first: bool = False) -> Iterator[str]:
+def _used_of(module: Any, names: set[str], origin: str, walk: Walk) -> Iterator[str]:
+    """Yield the text of what code may use of a module: whatever it names."""
+    if isinstance(module, ModuleType) and walk.follows(module.__name__, origin):
+        for name in sorted(names & vars(module).keys()):
+            yield name
+            yield from _described(vars(module)[name], module.__name__, walk)
+
+
+def _imported(code: CodeType, namespace: dict[str, Any]) -> Iterator[ModuleType]:
+    """Yield the modules that a function imports when it runs, where they can be imported."""
+    steps = list(dis.get_instructions(code))
+    for i, step in enumerate(steps):
+        if step.opname != "IMPORT_NAME":
+            continue
+        level = steps[i - 2].argval if i >= 2 and isinstance(steps[i - 2].argval, int) else 0
+        try:
+            name = importlib.util.resolve_name("." * level + step.argval, namespace.get("__package__") or "")
+            yield importlib.import_module(name)
+        except Exception:  # whatever its code raises; the function will meet it when it runs
+            continue
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _imported(const, namespace)
+
+
+def _described_class(kind: type, walk: Walk) -> Iterator[str]:
+    """Yield the text of a class of the user: its methods, plain attributes and bases."""
+    if id(kind) in walk.seen:
+        return
+    walk.seen.add(id(kind))
+    walk.modules.add(kind.__module__)
+    for base in kind.__bases__:
+        if walk.follows(base.__module__, kind.__module__):
+            yield from _described(base, kind.__module__, walk)
+    for name, value in sorted(vars(kind).items()):
+        value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        for part in parts:
+            if isinstance(part, (*_PLAIN, FunctionType, tuple, list, dict)) and name not in _CLASS_NOISE:
+                yield name
+                yield from _described(part, kind.__module__, walk)
+
+
+_CLASS_NOISE = {"__doc__", "__module__", "__qualname__", "__firstlineno__", "__static_attributes__", "__annotations__"}
+
+
+def _described_code(code: CodeType, module: str, walk: Walk, *, skip_first: bool = False) -> Iterator[str]:
     yield code.co_code.hex() + code.co_exceptiontable.hex()
     yield repr((code.co_names, code.co_varnames, code.co_freevars))
     for const in code.co_consts[skip_first:]:
-        yield from _described(const, module, seen)
+        yield from _described(const, module, walk)
 
 
 def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(_names(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), np.generic)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is an array or a scalar of NumPy, which nobody has where NumPy is not imported."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def _is_scalar(value: Any) -> bool:
+    return _is_array(value) and isinstance(value, sys.modules["numpy"].generic)
 
 
 def _unwrapped(value: Any) -> Any:
@@ -88,35 +191,52 @@ def _unwrapped(value: Any) -> Any:
     return value if isinstance(value, FunctionType) else inspect.getattr_static(value, "__wrapped__", value)
 
 
-def _described(value: Any, module: str, seen: set[int]) -> Iterator[str]:
+def _described(value: Any, module: str, walk: Walk) -> Iterator[str]:
     """Yield text that is equal for equal values in every process: no addresses, no order of sets."""
     if isinstance(_unwrapped(value), FunctionType):
         value = _unwrapped(value)
-    if isinstance(value, _PLAIN):
-        yield repr(value)
-    elif isinstance(value, CodeType):
-        yield from _described_code(value, module, seen)
-    elif isinstance(value, FunctionType) and value.__module__ == module:
+    if isinstance(value, CodeType):
+        yield from _described_code(value, module, walk)
+    elif isinstance(value, FunctionType) and walk.follows(value.__module__, module):
         yield value.__qualname__
-        if id(value) not in seen:
-            yield from _described((value.__defaults__, value.__kwdefaults__), module, seen)
-            yield from _described_function(value, seen)
+        if id(value) not in walk.seen:
+            yield from _described((value.__defaults__, value.__kwdefaults__), module, walk)
+            yield from _described_function(value, walk)
     elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
-        yield f"{value.__module__}.{value.__qualname__}"
+        if walk.deep and isinstance(value, type) and walk.follows(value.__module__, module):
+            yield value.__qualname__  # without the module, which is __main__ for the same code run as a script
+            yield from _described_class(value, walk)
+        else:
+            yield f"{value.__module__}.{value.__qualname__}"
     elif isinstance(value, ModuleType):
         yield value.__name__
-    elif isinstance(value, functools.partial):
-        yield from _described(("partial", value.func, value.args, value.keywords), module, seen)
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    else:
+        yield from _described_data(value, module, walk)
+
+
+def _described_data(value: Any, module: str, walk: Walk) -> Iterator[str]:
+    if isinstance(value, _PLAIN) or _is_scalar(value):
+        yield repr(value)
+    elif _is_array(value) and not value.dtype.hasobject:
         yield f"{value.dtype.str}{value.shape}{blake2b(value.tobytes(), digest_size=16).hexdigest()}"
+    elif isinstance(value, functools.partial):
+        yield from _described(("partial", value.func, value.args, value.keywords), module, walk)
     elif isinstance(value, (tuple, list)):
         yield f"{type(value).__name__} {len(value)}"
         for item in value:
-            yield from _described(item, module, seen)
+            yield from _described(item, module, walk)
     elif isinstance(value, (set, frozenset)):
-        yield repr(sorted("\n".join(_described(item, module, seen)) for item in value))
+        yield repr(sorted("\n".join(_described(item, module, walk)) for item in value))
     elif isinstance(value, dict):
-        yield repr(sorted("\n".join(_described(item, module, seen)) for item in value.items()))
+        yield repr(sorted("\n".join(_described(item, module, walk)) for item in value.items()))
+    elif walk.deep and isinstance(value, MethodType):
+        yield from _described((value.__func__, value.__self__), module, walk)
+    elif walk.deep and walk.follows(type(value).__module__, module):
+        yield type(value).__qualname__
+        yield from _described_class(type(value), walk)
+        if id(value) not in walk.seen:
+            walk.seen.add(id(value))
+            yield from _described(getattr(value, "__dict__", {}), module, walk)
     else:
         yield f"{type(value).__module__}.{type(value).__qualname__}"
         yield blake2b(pickle.dumps(value, protocol=5), digest_size=16).hexdigest()

@@ -64,7 +64,7 @@ class FrozenList(list[Any]):
         raise FrozenConfigError("a list in a configuration cannot be changed; change a copy of it: list(value)")
 
     append = extend = insert = remove = pop = clear = sort = reverse = _refuse
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
     def __reduce__(self) -> Any:
         return FrozenList, (list(self),)
@@ -131,8 +131,8 @@ class Config(dict[Any, Any]):
             "a configuration cannot be changed; make another: Config(config, key=value), or a copy: config.to_dict()"
         )
 
-    __setitem__ = __delitem__ = __setattr__ = __delattr__ = __ior__ = _refuse  # type: ignore[assignment]
-    update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __setattr__ = __delattr__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
 
     def __or__(self, other: Any) -> Any:
         return Config(self, other)

@@ -25,7 +25,19 @@ from typing import Any
 
 from diffract_dask.errors import UnencodableError
 
-__all__ = ["canonical", "decode", "dumps", "encode", "fingerprint", "loads", "read_json", "strict", "write_json"]
+__all__ = [
+    "canonical",
+    "decode",
+    "dumps",
+    "encode",
+    "fingerprint",
+    "loads",
+    "plain_text",
+    "read_json",
+    "strict",
+    "write_json",
+    "write_text",
+]
 
 _SHOWN_BYTES = 1 << 16
 
@@ -67,7 +79,7 @@ def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
         return [encode(item, f"{where}[{i}]", whole=whole) for i, item in enumerate(value)]
     if isinstance(value, Set):
         items = [encode(item, f"an item of {where}", whole=whole) for item in value]
-        return {"$set": sorted(items, key=_text)}
+        return {"$set": sorted(items, key=plain_text)}
     return _rare(value, where, whole)
 
 
@@ -184,7 +196,8 @@ def _hashable(value: Any) -> Any:
     return frozenset(_hashable(item) for item in value) if isinstance(value, set) else value
 
 
-def _text(data: Any) -> str:
+def plain_text(data: Any) -> str:
+    """Return the canonical text of plain JSON data, such as `encode` returns."""
     return json.dumps(_sorted_maps(data), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -208,7 +221,7 @@ def canonical(value: Any, where: str = "value") -> str:
     >>> len({canonical(1), canonical(1.0), canonical(True), canonical("1")})
     4
     """
-    return _text(encode(value, where))
+    return plain_text(encode(value, where))
 
 
 def fingerprint(value: Any, where: str = "value") -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import socket
 import threading
@@ -12,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
 from diffract_dask.errors import RunLockedError
 from diffract_dask.runs import encoding
 from diffract_dask.runs.records import RunRecord, now
@@ -19,7 +23,7 @@ from diffract_dask.runs.records import RunRecord, now
 __all__ = ["hold", "is_held", "observed"]
 
 LEASE = "_lease.json"
-_LOCK = ".lock"
+LOCK = ".lock"
 _BEAT_SECONDS = 5.0
 _DEAD_SECONDS = 60.0
 
@@ -89,3 +93,69 @@ def holder(path: Path) -> str:
     if not isinstance(lease, dict):
         return "another process"
     return f"process {lease.get('pid')} on {lease.get('host')} (since {lease.get('since')})"
+
+
+_held: dict[str, int] = {}  # runs that threads of this process work on
+_log = logging.getLogger("diffract_dask.runs")
+
+
+@contextmanager
+def hold(path: Path, wait: float | None) -> Iterator[None]:
+    """Hold a run, which no other process or thread then works on; its lease says who, and its heartbeat that it lives.
+
+    Raises
+    ------
+    RunLockedError
+        Another one holds it and did not end within `wait` seconds; the message names it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    lock = _acquire(path, wait)
+    stop = threading.Event()
+    try:
+        lease = path / LEASE
+        _held[str(path)] = threading.get_ident()
+        encoding.write_json(lease, {**myself(), "since": now()})
+        beat = threading.Thread(target=_beat, args=(lease, stop), daemon=True, name="diffract_dask.runs heartbeat")
+        beat.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            beat.join()
+            with contextlib.suppress(OSError):
+                os.unlink(lease)
+    finally:
+        _held.pop(str(path), None)
+        lock.release()
+
+
+def _acquire(path: Path, wait: float | None) -> BaseFileLock:
+    if _held.get(str(path)) == threading.get_ident():
+        raise RunLockedError(f"the run in {path} is at work in this very thread; a stage cannot run its own run again")
+    lock: BaseFileLock = FileLock(path / LOCK, thread_local=False)
+    deadline = None if wait is None else time.monotonic() + wait
+    told = False
+    while True:
+        left = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
+        try:
+            lock.acquire(timeout=left, poll_interval=0.02)
+            return lock
+        except Timeout:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise RunLockedError(
+                    f"the run in {path} is at work in {holder(path)} and did not end within {wait:g} s; wait for it, "
+                    "stop it, or raise RunRegistry(wait=…)"
+                ) from None
+            if not told:
+                _log.warning("waiting for %s, which works on %s", holder(path), path)
+                told = True
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            lock = SoftFileLock(path / f"{LOCK}.soft", thread_local=False)  # the file system has no locks
+
+
+def _beat(lease: Path, stop: threading.Event) -> None:
+    while not stop.wait(_BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(lease)

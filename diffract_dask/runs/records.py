@@ -202,7 +202,7 @@ class RunRecord:
 
     def copy(self) -> RunRecord:
         """Return a record that can be changed without changing this one."""
-        fresh = {
+        fresh: dict[str, Any] = {
             name: type(value)(value) if isinstance(value := getattr(self, name), (list, dict)) else value
             for name in (*_STORED, "path", "root")
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from diffract_dask.runs.naming import folder
 from diffract_dask.runs.records import SHORT, Metric, OutputFile, RunRecord, parse_record
 
 __all__ = ["RunRegistry"]
+
+_KEYS_SECONDS = 30.0
 
 
 class RunRegistry:
@@ -177,6 +180,14 @@ class RunRegistry:
             found += listed(name, self.stage_path(record, name), self.meta(record, name).get("outputs", {}))
         return found
 
+    def stage_sources(self, pipeline: str, stage: str, key: str) -> list[RunRecord]:
+        """Return runs of a pipeline that have a stage with this key; those of others may be half a minute late."""
+        return self._cache.with_key(folder(pipeline), stage, key)
+
+    def note(self, record: RunRecord) -> None:
+        """Take note of a record that this process has just written."""
+        self._cache.put(record.copy())
+
     def invalidate(self) -> None:
         """Forget what was read."""
         self._cache = _Listing(self.root)
@@ -205,7 +216,26 @@ class _Listing:
         self.root = root
         self._children: dict[str, tuple[int, list[str]]] = {}
         self._records: dict[str, tuple[tuple[int, int], RunRecord | None]] = {}
+        self._keys: dict[str, tuple[float, dict[tuple[str, str], dict[str, RunRecord]]]] = {}
         self._lock = threading.RLock()
+
+    def with_key(self, pipeline: str, stage: str, key: str) -> list[RunRecord]:
+        with self._lock:
+            read, table = self._keys.get(pipeline, (-_KEYS_SECONDS, {}))
+            if time.monotonic() - read > _KEYS_SECONDS:
+                table = {}
+                for record in self.records(pipeline):
+                    _index(table, record)
+                self._keys[pipeline] = (time.monotonic(), table)
+            return list(table.get((stage, key), {}).values())
+
+    def put(self, record: RunRecord) -> None:
+        with self._lock:
+            if record.path is not None:
+                self._records.pop(str(record.path), None)
+                kept = self._keys.get(record.path.parent.parent.name)
+                if kept is not None:
+                    _index(kept[1], record)
 
     def records(self, pipeline: str | None = None) -> Iterator[RunRecord]:
         with self._lock:
@@ -253,8 +283,12 @@ class _Listing:
         return leases.observed(record) if record is not None and "running" in record.stage_status.values() else record
 
 
+def _index(table: dict[tuple[str, str], dict[str, RunRecord]], record: RunRecord) -> None:
+    for stage, key in record.stage_keys.items():
+        if record.stage_status.get(stage) in ("done", "cached"):
+            table.setdefault((stage, key), {})[record.where] = record
+
+
 def _settled(stamp: int) -> bool:
     """Return whether a time is old enough that a later change must show another one."""
-    import time
-
     return time.time_ns() - stamp > 50_000_000

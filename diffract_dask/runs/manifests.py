@@ -1,0 +1,165 @@
+"""What modules declare, as JSON: written at each run, so that everything that only reads imports no user code.
+
+``<root>/_manifests/<module>.json``: pipelines with their stages, variants with their configurations, chains with
+their variations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffract_dask.runs import encoding
+from diffract_dask.runs.code import StageCode, file_of
+from diffract_dask.runs.config import encode_overrides
+from diffract_dask.runs.naming import folder
+from diffract_dask.runs.records import SCHEMA, now
+from diffract_dask.runs.variants import registry
+
+if TYPE_CHECKING:
+    from diffract_dask.runs.chains import Chain
+    from diffract_dask.runs.pipelines import Pipeline
+
+__all__ = ["MANIFESTS", "described", "failed", "read_all", "source_files", "written"]
+
+MANIFESTS = "_manifests"
+
+
+def described(module: str, codes: Mapping[str, Mapping[str, StageCode]] | None = None) -> dict[str, Any]:
+    """Return what a module has declared in this process, as plain JSON data.
+
+    Parameters
+    ----------
+    module : str
+    codes : mapping
+        Code of stages by pipeline and stage, where it is known already.
+    """
+    file = registry.source_file(module) or file_of(module)
+    pipelines, chains = registry.pipelines(module), registry.chains(module)
+    return {
+        "schema": SCHEMA,
+        "module": module,
+        "file": f"{module.replace('.', '/')}.py" if file else None,
+        "sha256": digest_of(file),
+        "error": None,
+        "pipelines": [_pipeline(item, (codes or {}).get(item.name)) for item in pipelines.values()],
+        "variants": [
+            {
+                "name": item.name,
+                "base": item.base.name if item.base else None,
+                "base_module": item.base.module if item.base else None,
+                "forks_of": item.forks_of,
+                "overrides": encode_overrides(item.overrides),
+                "config": encoding.encode(item.config, "config"),
+                "fingerprint": item.fingerprint,
+            }
+            for item in registry.for_module(module).values()
+        ],
+        "chains": [_chain(item) for item in chains.values()],
+    }
+
+
+def _pipeline(pipeline: Pipeline, codes: Mapping[str, StageCode] | None) -> dict[str, Any]:
+    found = codes or pipeline.codes()
+    return {
+        "name": pipeline.name,
+        "parent": pipeline.parent,
+        "stages": [stage.declaration(found[stage.name]) for stage in pipeline.stages],
+    }
+
+
+def _chain(chain: Chain) -> dict[str, Any]:
+    return {
+        "name": chain.name,
+        "parent": chain.parent,
+        "steps": [
+            {
+                "name": step.name,
+                "pipeline": step.pipeline.name,
+                "module": step.pipeline.module,
+                "consumes": list(step.consumes),
+            }
+            for step in chain.steps
+        ],
+        "variations": [
+            {"name": item.name, "base": item.base, "forks_of": item.forks_of, "overrides": dict(item.overrides)}
+            for item in chain.variations.values()
+        ],
+    }
+
+
+def digest_of(file: str | os.PathLike[str] | None) -> str | None:
+    """Return the SHA-256 of a source file, by which a manifest is known to be out of date."""
+    try:
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+_written: dict[tuple[str, str], tuple[int, str | None]] = {}
+_lock = threading.Lock()
+
+
+def written(root: Path, modules: Iterable[str], snapshot: str | None, sources: Mapping[str, str] | None = None) -> None:
+    """Write the manifests of modules, where they changed since this process last did."""
+    for module in modules:
+        with _lock:
+            stamp = (registry.count, snapshot)
+            path = root / MANIFESTS / f"{folder(module)}.json"
+            if _written.get((str(path), module)) == stamp and path.exists():
+                continue
+            manifest = {**described(module), "snapshot": snapshot, "source": (sources or {}).get(module)}
+            if manifest["source"] is None and snapshot is not None:
+                manifest["source"] = manifest["file"]
+            known = encoding.read_json(path)
+            if not isinstance(known, dict) or {**known, "written": None} != {**manifest, "written": None}:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                encoding.write_json(path, {**manifest, "written": now()})
+            _written[str(path), module] = stamp
+
+
+def failed(root: Path, module: str, file: str | None, error: str) -> None:
+    """Note that a module could not be imported; what was known of it stays."""
+    path = root / MANIFESTS / f"{folder(module)}.json"
+    known = encoding.read_json(path, {})
+    empty: dict[str, Any] = {"schema": SCHEMA, "module": module, "file": file, "sha256": None}
+    lists: dict[str, Any] = {"pipelines": [], "variants": [], "chains": []}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    encoding.write_json(path, {**empty, **lists, **known, "error": error, "written": now()})
+
+
+def read_all(root: Path) -> list[dict[str, Any]]:
+    """Return the manifests below a root, the oldest first."""
+    found = []
+    for path in sorted((root / MANIFESTS).glob("*.json")):
+        manifest = encoding.read_json(path)
+        if isinstance(manifest, dict) and isinstance(manifest.get("module"), str):
+            found.append(manifest)
+    return sorted(found, key=lambda manifest: str(manifest.get("written") or ""))
+
+
+def source_files(pipeline: Pipeline, codes: Mapping[str, StageCode]) -> dict[str, str]:
+    """Return the source files behind a pipeline by module: its own, and those of the helpers that its stages call."""
+    found: dict[str, str] = {}
+    for code in codes.values():
+        for module in code.modules:
+            file = file_of(module)
+            if file is not None:
+                found[module] = file
+    own = found.pop("__main__", None)
+    if pipeline.source_file or own:
+        found[pipeline.module] = str(pipeline.source_file or own)
+    return {module: found[module] for module in sorted(found) if os.path.isfile(found[module])}
+
+
+def chain_files(chain: str | None) -> dict[str, str]:
+    """Return the source file of a chain by module, if this process has declared it."""
+    for module in registry.modules():
+        declared = registry.chains(module).get(chain or "")
+        if declared is not None and declared.source_file and os.path.isfile(declared.source_file):
+            return {module: declared.source_file}
+    return {}

@@ -1,0 +1,183 @@
+"""The files that a stage puts out: their digests, whether they are still what was recorded, and taking them over."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from diffract_dask.runs import encoding
+from diffract_dask.runs.records import OutputFile
+
+__all__ = ["clear", "content", "listed", "recorded", "take_over", "unchanged"]
+
+OUTPUTS = "outputs"
+METRICS = "metrics.json"
+META = "_meta.json"
+KEY = "_key"
+
+
+def walk(folder: Path) -> Iterator[tuple[str, Path, bool]]:
+    """Yield ``(path below, path, reached through a link)`` for every file below a folder, links followed once."""
+    pending = [(folder, "", False)]
+    visited: set[str] = set()
+    while pending:
+        at, below, linked = pending.pop()
+        real = os.path.realpath(at)
+        if real in visited:
+            continue
+        visited.add(real)
+        try:
+            entries = sorted(os.scandir(at), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        for entry in entries:
+            name = f"{below}/{entry.name}" if below else entry.name
+            link = linked or entry.is_symlink()
+            if entry.is_dir():
+                pending.append((Path(entry.path), name, link))
+            else:
+                yield name, Path(entry.path), link
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def recorded(stage: Path) -> dict[str, dict[str, Any]]:
+    """Return what is to be recorded of a stage's outputs: size, time and digest by path."""
+    found = {}
+    for name, path, link in sorted(walk(stage / OUTPUTS)):
+        stat = os.stat(path)
+        found[name] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256(path)}
+        if link:
+            found[name]["link"] = True
+    return found
+
+
+def links(stage: Path) -> dict[str, str]:
+    """Return where the links among the outputs lead to, as absolute paths."""
+    found = {}
+    base = stage / OUTPUTS
+    for at, folders, files in os.walk(base):
+        for name in (*folders, *files):
+            path = os.path.join(at, name)
+            if os.path.islink(path):
+                found[os.path.relpath(path, base).replace(os.sep, "/")] = os.path.realpath(path)
+    return found
+
+
+def content(entries: Mapping[str, Mapping[str, Any]], extra: str | None = None) -> str:
+    """Return one digest of outputs, given what is recorded of them; `extra` stands for the metrics."""
+    lines = [f"{name}\0{entry.get('sha256')}" for name, entry in sorted(entries.items())]
+    return encoding.sha256_of([*lines, extra or ""])
+
+
+def unchanged(stage: Path, meta: Mapping[str, Any], *, read: bool = False) -> bool:
+    """Return whether outputs and metrics of a stage are those recorded.
+
+    Size and time decide where both agree, and the content where only the time differs; `read` reads all content.
+    """
+    entries = meta.get("outputs")
+    if not isinstance(entries, Mapping):
+        return False
+    present = {name: path for name, path, _ in walk(stage / OUTPUTS)}
+    if present.keys() != entries.keys():
+        return False
+    for name, path in present.items():
+        entry = entries[name]
+        try:
+            stat = os.stat(path)
+            if stat.st_size != entry["size"]:
+                return False
+            if (read or stat.st_mtime_ns != entry["mtime_ns"]) and sha256(path) != entry["sha256"]:
+                return False
+        except OSError:
+            return False
+    return metrics_digest(stage) == meta.get("metrics_sha256")
+
+
+def metrics_digest(stage: Path) -> str | None:
+    """Return the digest of a stage's metrics; None without any."""
+    try:
+        return sha256(stage / METRICS)
+    except OSError:
+        return None
+
+
+def remove(path: Path) -> None:
+    """Remove a file, link or folder, if it is there; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+def clear(stage: Path) -> None:
+    """Remove what an earlier attempt left in a stage: the key first, so that nothing vouches for the rest."""
+    stage.mkdir(parents=True, exist_ok=True)
+    for name in (KEY, META):
+        remove(stage / name)
+    for path in stage.iterdir():
+        remove(path)
+    (stage / OUTPUTS).mkdir()
+
+
+def listed(name: str, stage: Path, entries: Mapping[str, Mapping[str, Any]]) -> list[OutputFile]:
+    """Return the output files of a stage, as they are and as they are recorded."""
+    from diffract_dask.runs.naming import folder
+
+    found = {}
+    above = f"stages/{folder(name)}/{OUTPUTS}"
+    for below, path, link in walk(stage / OUTPUTS):
+        entry = entries.get(below, {})
+        try:
+            size, missing = os.stat(path).st_size, False
+        except OSError:
+            size, missing = int(entry.get("size", 0)), True
+        found[below] = OutputFile(name, f"{above}/{below}", below, size, entry.get("sha256"), link, missing)
+    for below, entry in entries.items():
+        if below not in found:
+            size, link = int(entry.get("size", 0)), bool(entry.get("link"))
+            found[below] = OutputFile(name, f"{above}/{below}", below, size, entry.get("sha256"), link, missing=True)
+    return [found[below] for below in sorted(found)]
+
+
+def take_over(source: Path, meta: Mapping[str, Any], target: Path, how: str) -> bool:
+    """Fill a stage from another run's, which has the same key; return whether that one was whole.
+
+    Everything is read and compared with its digest first. The key comes last; without it the stage is not done.
+    """
+    if not unchanged(source, meta, read=True):
+        return False
+    clear(target)
+    leading = dict(meta.get("links", {}))
+    for name, leads_to in leading.items():
+        path = target / OUTPUTS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(leads_to)
+    for name, entry in meta["outputs"].items():
+        if not entry.get("link"):
+            path = target / OUTPUTS / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _take_file(source / OUTPUTS / name, path, how)
+    if (source / METRICS).exists():
+        shutil.copy2(source / METRICS, target / METRICS)
+    return unchanged(target, meta, read=how == "copy")
+
+
+def _take_file(source: Path, target: Path, how: str) -> None:
+    if how == "link":
+        try:
+            os.link(source, target)
+            return
+        except OSError:  # another file system, or one without hard links
+            pass
+    shutil.copy2(source, target)
