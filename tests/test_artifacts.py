@@ -130,6 +130,8 @@ def test_a_file_that_is_cut_off_is_an_error_that_names_it(kind: str, write: Writ
 def test_an_empty_file_is_no_traceback(kind: str, tmp_path: Path) -> None:
     path = tmp_path / SAMPLES[kind].name
     path.touch()
+    if kind == "torch":
+        pytest.importorskip("torch")
     try:
         strict_json(preview(path).as_dict())
     except DiffractError as error:
@@ -303,8 +305,7 @@ def test_links_of_hdf5_that_lead_out_of_the_file_are_not_followed(tmp_path: Path
     assert shown["attrs"]["nan"] == {"$float": "nan"}
     assert preview(tmp_path / "a.h5", "texts").data["first"] == ["ä", "b"]
     assert preview(tmp_path / "a.h5", "empty").data["form"] in ("nothing", "empty")
-    with pytest.raises(ArtifactError, match="neither|cannot|other files"):
-        raise ArtifactError(preview(tmp_path / "a.h5", "virtual").data["note"])
+    assert "other files" in preview(tmp_path / "a.h5", "virtual").data["note"]
 
 
 def test_netcdf_is_scaled_and_its_fill_is_nan(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from diffract_dask.runs.records import RunRecord
 from diffract_dask.runs.weight_diffs import diff_metrics
 
 if TYPE_CHECKING:
-    from diffract_dask.runs.registry import RunRegistry
+    from diffract_dask.runs.listing import RunRegistry
 
 __all__ = ["Artifact", "diff_run_artifacts", "find_artifact", "list_artifacts", "preview_run_artifact"]
 

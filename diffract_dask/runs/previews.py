@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diffract_dask.errors import ArtifactError, did_you_mean
+from diffract_dask.errors import ArtifactError, ArtifactNotFoundError, did_you_mean
 from diffract_dask.runs.arrays import (
     PARTS,
     ArrayRef,
@@ -167,7 +167,7 @@ def dataset_of(content: Content, address: str | None, name: str) -> ArrayRef | N
 
     Raises
     ------
-    ArtifactError
+    ArtifactNotFoundError
         Nothing has this address.
     """
     if address is None:
@@ -179,7 +179,7 @@ def dataset_of(content: Content, address: str | None, name: str) -> ArrayRef | N
     if wanted not in found:
         known = [one or "''" for one in found]
         hint = did_you_mean(wanted, known) or f" There are {', '.join(known[:20])}." * bool(known)
-        raise ArtifactError(f"{name} has no dataset {address!r}.{hint}")
+        raise ArtifactNotFoundError(f"{name} has no dataset {address!r}.{hint}")
     return found[wanted]
 
 

@@ -257,7 +257,7 @@ class _ParquetColumn:
         own = self._type
         if types.is_floating(own) or types.is_integer(own) or types.is_boolean(own):
             keeps = types.is_floating(own) or self._is_complete()
-            return np.dtype(own.to_pandas_dtype() if keeps else "f8")  # type: ignore[no-any-return]
+            return np.dtype(own.to_pandas_dtype() if keeps else "f8")
         if types.is_timestamp(own) or types.is_date(own):
             return np.dtype("M8[ns]")
         return np.dtype("m8[ns]") if types.is_duration(own) else np.dtype(object)
