@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from projects import Project
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -56,3 +57,12 @@ def no_compute(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(distributed.Client, "_graph_to_futures", refuse("distributed"))
     yield attempts
     assert not attempts
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+    """Return a folder of user modules that can be imported; they, and what they declare, are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    folder = Project(tmp_path)
+    yield folder
+    folder.forget()

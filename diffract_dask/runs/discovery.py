@@ -286,4 +286,5 @@ def write_manifest(module: str, root: str) -> None:
     names = [name for name in registry.modules() if name == module] or registry.modules()
     files = {name: file for name in names if (file := registry.source_file(name) or file_of(name))}
     taken = snapshots.take(Path(root), files, f"scan {module}")
-    manifests.written(Path(root), names, taken.commit, taken.sources)
+    for name in names:
+        manifests.write(Path(root), name, taken)

@@ -9,22 +9,23 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffract_dask.runs import encoding
+from diffract_dask.runs import encoding, snapshots
 from diffract_dask.runs.code import StageCode, file_of
 from diffract_dask.runs.config import encode_overrides
 from diffract_dask.runs.naming import folder
 from diffract_dask.runs.records import SCHEMA, now
+from diffract_dask.runs.snapshots import Snapshot
 from diffract_dask.runs.variants import registry
 
 if TYPE_CHECKING:
     from diffract_dask.runs.chains import Chain
     from diffract_dask.runs.pipelines import Pipeline
 
-__all__ = ["MANIFESTS", "described", "failed", "read_all", "source_files", "written"]
+__all__ = ["MANIFESTS", "described", "failed", "read_all", "source_files", "write"]
 
 MANIFESTS = "_manifests"
 
@@ -100,26 +101,39 @@ def digest_of(file: str | os.PathLike[str] | None) -> str | None:
         return None
 
 
-_written: dict[tuple[str, str], tuple[int, str | None]] = {}
+_written: dict[str, tuple[int, str | None]] = {}
 _lock = threading.Lock()
 
 
-def written(root: Path, modules: Iterable[str], snapshot: str | None, sources: Mapping[str, str] | None = None) -> None:
-    """Write the manifests of modules, where they changed since this process last did."""
-    for module in modules:
-        with _lock:
-            stamp = (registry.count, snapshot)
-            path = root / MANIFESTS / f"{folder(module)}.json"
-            if _written.get((str(path), module)) == stamp and path.exists():
-                continue
-            manifest = {**described(module), "snapshot": snapshot, "source": (sources or {}).get(module)}
-            if manifest["source"] is None and snapshot is not None:
-                manifest["source"] = manifest["file"]
-            known = encoding.read_json(path)
-            if not isinstance(known, dict) or {**known, "written": None} != {**manifest, "written": None}:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                encoding.write_json(path, {**manifest, "written": now()})
-            _written[str(path), module] = stamp
+def write(root: Path, module: str, taken: Snapshot | None = None) -> None:
+    """Write the manifest of a module, where it changed since this process last did.
+
+    Parameters
+    ----------
+    root : Path
+    module : str
+    taken : Snapshot, optional
+        One that was just taken; else one is, if the source is not what the known manifest was made from.
+    """
+    with _lock:
+        file = registry.source_file(module) or file_of(module)
+        path = root / MANIFESTS / f"{folder(module)}.json"
+        stamp = (registry.count, digest_of(file))
+        if _written.get(str(path)) == stamp and path.exists():
+            return
+        manifest = described(module)
+        known = encoding.read_json(path, {})
+        if taken is not None and module in taken.sources:
+            manifest |= {"snapshot": taken.commit, "source": taken.sources[module]}
+        elif known.get("sha256") == manifest["sha256"] and known.get("snapshot"):
+            manifest |= {"snapshot": known["snapshot"], "source": known.get("source")}
+        else:
+            own = snapshots.take(root, {module: file} if file else {}, f"source of {module}")
+            manifest |= {"snapshot": own.commit, "source": own.sources.get(module)}
+        if {**known, "written": None} != {**manifest, "written": None}:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            encoding.write_json(path, {**manifest, "written": now()})
+        _written[str(path)] = stamp
 
 
 def failed(root: Path, module: str, file: str | None, error: str) -> None:

@@ -116,6 +116,7 @@ class _Work:
         self.statuses: dict[str, str] = {}
         self.forced: set[str] = set()
         self.began: str | None = None
+        self.taken: snapshots.Snapshot | None = None
         self.record = self._opened()
 
     def _components(self) -> dict[str, dict[str, Any]]:
@@ -213,7 +214,7 @@ class _Work:
             self._end()
         elif self.record.as_dict() != before:
             self._flush()
-        manifests.written(self.registry.root, [self.pipeline.module], self.record.snapshot)
+        manifests.write(self.registry.root, self.pipeline.module, self.taken)
         answer = self.record.copy()
         answer.stage_status = dict(self.statuses)
         return answer
@@ -407,6 +408,7 @@ class _Work:
         taken = snapshots.take(
             self.registry.root, files, f"run {self.pipeline.name}/{self.variant.name}/{record.short_fp}{on_behalf}"
         )
+        self.taken = taken
         record.snapshot, record.sources = taken.commit, taken.sources
         self._warn(taken.warning)
         self._warn(_unread(self.pipeline, self.variant))

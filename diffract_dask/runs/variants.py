@@ -74,8 +74,10 @@ class _Origin:
         """Return whether `other` is the same place, run anew: its code was compiled again."""
         if self.code is None or other.code is None or self.code is other.code:
             return False
-        interactive = not os.path.isfile(other.code.co_filename)
-        return interactive or (self.code.co_filename, self.line) == (other.code.co_filename, other.line)
+        if not os.path.isfile(other.code.co_filename):  # typed in, as in a notebook
+            return True
+        whole = self.code.co_name == other.code.co_name == "<module>"
+        return self.code.co_filename == other.code.co_filename and (whole or self.line == other.line)
 
 
 def owner(frame: FrameType) -> str:
