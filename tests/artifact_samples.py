@@ -1,4 +1,4 @@
-"""One pair of artifacts for each kind in the table: what is in the first, and what another value changes in the second."""
+"""One artifact for each kind in the table, written from a matrix."""
 
 from __future__ import annotations
 

@@ -132,14 +132,17 @@ def test_an_empty_file_is_no_traceback(kind: str, tmp_path: Path) -> None:
     path.touch()
     if kind == "torch":
         pytest.importorskip("torch")
+    said = path.name
     try:
         strict_json(preview(path).as_dict())
     except DiffractError as error:
-        assert path.name in str(error)
+        said = str(error)
+    assert path.name in said
 
 
 @pytest.mark.parametrize(
-    ("kind", "package", "extra"), [("hdf5", "h5py", "hdf5"), ("parquet", "pyarrow", "parquet"), ("image", "PIL", "images")]
+    ("kind", "package", "extra"),
+    [("hdf5", "h5py", "hdf5"), ("parquet", "pyarrow", "parquet"), ("image", "PIL", "images")],
 )
 def test_an_extra_that_is_absent_is_named(
     kind: str, package: str, extra: str, write: Write, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +195,7 @@ def test_what_the_name_does_not_tell_the_first_bytes_do(name: str, content: byte
 
 
 def test_errors_name_what_was_asked_for(tmp_path: Path, write: Write) -> None:
-    with pytest.raises(ArtifactNotFoundError, match="gone.npy"):
+    with pytest.raises(ArtifactNotFoundError, match=r"gone\.npy"):
         preview(tmp_path / "gone.npy")
     with pytest.raises(ArtifactError, match="folder"):
         preview(tmp_path)
@@ -200,7 +203,7 @@ def test_errors_name_what_was_asked_for(tmp_path: Path, write: Write) -> None:
         preview(write("json"), kind="jsno")
     with pytest.raises(ArtifactError, match="Did you mean 'values'"):
         preview(write("npz"), "valuse")
-    with pytest.raises(ArtifactError, match="npy.*npz|npz.*npy"):
+    with pytest.raises(ArtifactError, match=r"npy.*npz"):
         diff_artifacts(write("npy"), write("npz"))
     with pytest.raises(ArtifactError, match="part"):
         preview(write("npy"), part="half")
@@ -222,7 +225,11 @@ def test_folders_that_are_one_artifact(write: Write, tmp_path: Path) -> None:
         ({"x": 1}, {"x": True}, [{"path": "x", "kind": "changed", "a": 1, "b": True}]),
         ({"x": float("nan")}, {"x": float("nan")}, []),
         ({"x": None}, {}, [{"path": "x", "kind": "removed", "a": None}]),
-        ({"x": {"y": [1, {"z": 2}]}}, {"x": {"y": [1, {"z": 3}]}}, [{"path": "x.y[1].z", "kind": "changed", "a": 2, "b": 3}]),
+        (
+            {"x": {"y": [1, {"z": 2}]}},
+            {"x": {"y": [1, {"z": 3}]}},
+            [{"path": "x.y[1].z", "kind": "changed", "a": 2, "b": 3}],
+        ),
         ([1], [1, 2], [{"path": "[1]", "kind": "added", "b": 2}]),
         ({"x": {}}, {"x": []}, [{"path": "x", "kind": "changed", "a": {}, "b": []}]),
         (3, "3", [{"path": "", "kind": "changed", "a": 3, "b": "3"}]),
@@ -300,7 +307,10 @@ def test_links_of_hdf5_that_lead_out_of_the_file_are_not_followed(tmp_path: Path
     shown = preview(tmp_path / "a.h5").as_dict()
     strict_json(shown)
     assert {one["address"] for one in shown["datasets"]} == {"/virtual", "/raw", "/empty", "/texts"}
-    assert [one["address"] for one in shown["datasets"] if "other files" in one.get("refusal", "")] == ["/raw", "/virtual"]
+    assert [one["address"] for one in shown["datasets"] if "other files" in one.get("refusal", "")] == [
+        "/raw",
+        "/virtual",
+    ]
     assert len(shown["notes"]) == 2
     assert shown["attrs"]["nan"] == {"$float": "nan"}
     assert preview(tmp_path / "a.h5", "texts").data["first"] == ["ä", "b"]

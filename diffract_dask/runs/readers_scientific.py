@@ -148,9 +148,9 @@ def _netcdf_variable(variable: Any, address: str) -> ArrayRef:
     attrs = _attrs({name: variable.getncattr(name) for name in variable.ncattrs()})
     attrs["dimensions"] = list(variable.dimensions)
     shape = tuple(int(n) for n in variable.shape)
-    if type(variable.datatype).__name__ == "VLType" or (variable.dtype is not str and variable.dtype.hasobject):
-        return _refusing(address, shape, "ragged", "its entries are of different length each", attrs)
     text = variable.dtype is str
+    if not text and (type(variable.datatype).__name__ == "VLType" or variable.dtype.hasobject):
+        return _refusing(address, shape, "ragged", "its entries are of different length each", attrs)
     stored = np.dtype(object) if text else np.dtype(variable.dtype)
     fills = [attrs[name] for name in ("_FillValue", "missing_value") if name in attrs]
     scale, offset = attrs.get("scale_factor", 1), attrs.get("add_offset", 0)
@@ -197,9 +197,7 @@ def read_zarr(path: Path) -> Iterator[Content]:
 def _zarr_node(zarr: Any, where: Any) -> Any:
     try:
         return zarr.open_group(where, mode="r", use_consolidated=False)
-    except FileNotFoundError:
-        return zarr.open_array(where, mode="r")
-    except zarr.errors.NodeTypeValidationError:
+    except (FileNotFoundError, zarr.errors.ContainsArrayError, zarr.errors.NodeTypeValidationError):
         return zarr.open_array(where, mode="r")
 
 
