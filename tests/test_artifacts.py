@@ -358,6 +358,8 @@ def test_images_of_every_mode(mode: str, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for name, level in (("a.tif", 10), ("b.tif", 200)):
         made = image.new(mode, (7, 5), 0)
+        if mode == "P":
+            made.putpalette([level for level in range(256) for _ in "RGB"])
         made.putpixel((2, 3), level if mode in ("L", "P", "1", "I;16", "F") else (level,) * len(mode))
         made.save(tmp_path / name)
     shown = preview(tmp_path / "a.tif").as_dict()
