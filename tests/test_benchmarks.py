@@ -15,7 +15,7 @@ CASES = list(run.cases(tiny=True))
 
 
 def test_there_are_benchmarks_of_every_subject() -> None:
-    assert {case.module for case in CASES} == {f"bench_{x}" for x in ("linalg", "moments", "engine", "store", "view")}
+    assert {case.module for case in CASES} == {f"bench_{x}" for x in ("linalg", "moments", "engine", "store", "view", "runs")}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

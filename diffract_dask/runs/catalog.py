@@ -13,7 +13,7 @@ from diffract_dask.runs.chains import Chain, resolved
 from diffract_dask.runs.config import Config
 from diffract_dask.runs.listing import RunRegistry
 from diffract_dask.runs.pipelines import Pipeline
-from diffract_dask.runs.stages import run_fingerprint
+from diffract_dask.runs.stages import run_fingerprint, stages_text
 from diffract_dask.runs.variants import registry as declared
 
 __all__ = ["Catalog", "ChainInfo", "PipelineInfo", "StepInfo", "VariantInfo", "VariationInfo"]
@@ -113,6 +113,7 @@ class _Tables:
     pipelines: dict[str, PipelineInfo] = field(default_factory=dict)
     chains: dict[str, ChainInfo] = field(default_factory=dict)
     errors: list[ModuleError] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
 
 
 class Catalog:
@@ -231,11 +232,14 @@ class Catalog:
             if pipeline is None or known is None or any(name not in found for name in step.consumes):
                 continue
             above = {name: found[name] for name in step.consumes}
-            found[step.name] = self._expected_run(pipeline, known, above)
+            found[step.name] = run_fingerprint(known.fingerprint, self._stages_text(pipeline), above)
         return found
 
-    def _expected_run(self, pipeline: PipelineInfo, variant: VariantInfo, above: dict[str, str]) -> str:
-        return run_fingerprint(variant.fingerprint, pipeline.stages, above)
+    def _stages_text(self, pipeline: PipelineInfo) -> str:
+        table = self._read().texts
+        if pipeline.name not in table:
+            table[pipeline.name] = stages_text(pipeline.stages)
+        return table[pipeline.name]
 
     def source(self, item: PipelineInfo | ChainInfo) -> str | None:
         """Return the source of a pipeline or chain: of its last run, else the present file; None without either."""

@@ -258,9 +258,12 @@ def _bare_constant(name: str) -> float:
     return float(name.replace("Infinity", "inf"))
 
 
+_DECODER = json.JSONDecoder(parse_constant=_bare_constant)
+
+
 def loads(text: str | bytes) -> Any:
     """Read JSON; bare NaN and Infinity, which other tools write, are understood."""
-    return json.loads(text, parse_constant=_bare_constant)
+    return _DECODER.decode(text if isinstance(text, str) else text.decode("utf8", "surrogatepass"))
 
 
 def read_json(path: str | os.PathLike[str], default: Any = None) -> Any:

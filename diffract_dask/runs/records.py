@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,8 +123,8 @@ class RunRecord:
     warnings : list of str
         What did not stop the run and should be known: no git, an upstream that changed.
     schema : int
-    path : Path or None
-        The run's folder; follows from where the record was read, and is never stored.
+    location : str or None
+        The run's folder as text; it follows from where the record was read, and is never stored.
     root : Path or None
     """
 
@@ -164,8 +163,13 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     schema: int = SCHEMA
-    path: Path | None = field(default=None, compare=False, repr=False)
+    location: str | None = field(default=None, compare=False, repr=False)
     root: Path | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def path(self) -> Path | None:
+        """The run's folder; it follows from where the record was read, and is never stored."""
+        return None if self.location is None else Path(self.location)
 
     @property
     def short_fp(self) -> str:
@@ -175,14 +179,14 @@ class RunRecord:
     @property
     def fdir(self) -> str:
         """The run's folder as text."""
-        return "" if self.path is None else str(self.path)
+        return self.location or ""
 
     @property
     def where(self) -> str:
         """The run's folder relative to the root: what other records call it by."""
-        if self.path is None or self.root is None:
+        if self.location is None or self.root is None:
             return f"{self.pipeline}/{self.variant}/{self.short_fp}"
-        return self.path.relative_to(self.root).as_posix()
+        return self.location[len(str(self.root)) + 1 :].replace(os.sep, "/")
 
     @property
     def status(self) -> str:
@@ -204,34 +208,36 @@ class RunRecord:
         """Return a record that can be changed without changing this one."""
         fresh: dict[str, Any] = {
             name: type(value)(value) if isinstance(value := getattr(self, name), (list, dict)) else value
-            for name in (*_STORED, "path", "root")
+            for name in (*_STORED, "location", "root")
         }
         return RunRecord(**fresh)
 
 
-_STORED = tuple(item.name for item in dataclasses.fields(RunRecord) if item.name not in ("path", "root"))
+_STORED = tuple(item.name for item in dataclasses.fields(RunRecord) if item.name not in ("location", "root"))
 _HINTS = typing.get_type_hints(RunRecord)
-_SHAPES: dict[str, type] = {
-    name: dict if str(_HINTS[name]).startswith("dict") else list
+_KNOWN = set(_STORED)
+_SHAPES: list[tuple[str, type]] = [
+    (name, dict if str(_HINTS[name]).startswith("dict") else list)
     for name in _STORED
     if str(_HINTS[name]).startswith(("dict", "list"))
-}
+]
 
 
-def parse_record(data: Any, path: Path, root: Path) -> RunRecord | None:
+def parse_record(data: Any, location: str, root: Path) -> RunRecord | None:
     """Return a record from what ``run.json`` held; None if that is not one. Unknown keys are left out.
 
     Files of diffman 0.3.0 have no schema: their times are local, and the path they name is not believed.
     """
-    if not isinstance(data, Mapping) or not all(
-        isinstance(data.get(name), str) for name in ("pipeline", "variant", "fingerprint")
-    ):
+    if not isinstance(data, dict):
         return None
-    known = {name: data[name] for name in _STORED if name in data}
-    for name, shape in _SHAPES.items():
-        if name in known and not isinstance(known[name], shape):
-            del known[name]
-    record = RunRecord(**known, path=path, root=root)
+    if data.keys() != _KNOWN:
+        data = {name: value for name, value in data.items() if name in _KNOWN}
+    if not all(isinstance(data.get(name), str) for name in ("pipeline", "variant", "fingerprint")):
+        return None
+    for name, shape in _SHAPES:
+        if name in data and type(data[name]) is not shape:
+            del data[name]
+    record = RunRecord(**data, location=location, root=root)
     if "schema" not in data:
         _adopt(record)
     return record
@@ -255,5 +261,4 @@ def _with_zone(text: str | None) -> str | None:
 
 def read_record(path: str | os.PathLike[str], root: Path) -> RunRecord | None:
     """Return the record of a run's folder; None if it holds none that can be read."""
-    path = Path(path)
-    return parse_record(encoding.read_json(path / "run.json"), path, root)
+    return parse_record(encoding.read_json(os.path.join(path, "run.json")), os.fspath(path), root)

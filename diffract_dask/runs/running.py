@@ -174,7 +174,7 @@ class _Work:
             record = RunRecord(
                 self.pipeline.name, self.variant.name, self.fingerprint, chain=chain, variation=variation
             )
-            record.path, record.root = self.path, self.registry.root
+            record.location, record.root = str(self.path), self.registry.root
         record.module, record.parent = self.pipeline.module, self.pipeline.parent
         record.base = self.variant.base.name if self.variant.base else None
         record.forks_of = self.variant.forks_of

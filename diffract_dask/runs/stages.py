@@ -95,11 +95,18 @@ class Stage:
         }
 
 
-def run_fingerprint(variant: str, stages: Iterable[Mapping[str, Any]], upstream: Mapping[str, str]) -> str:
+def stages_text(stages: Iterable[Mapping[str, Any]]) -> str:
+    """Return the text that stands for stages in the fingerprint of a run."""
+    names_ = ("name", "code", "bound", "inputs", "config_keys", "upstream")
+    return encoding.plain_text([{name: stage.get(name) for name in names_} for stage in stages])
+
+
+def run_fingerprint(variant: str, stages: Iterable[Mapping[str, Any]] | str, upstream: Mapping[str, str]) -> str:
     """Return the fingerprint of a run: of the variant's, the stages as `Stage.declaration` has them, and the upstream.
 
-    Manifests hold the same data, so that what is expected can be told without importing anything.
+    Manifests hold the same data, so that what is expected can be told without importing anything. The stages may be
+    given as `stages_text` too.
     """
-    names_ = ("name", "code", "bound", "inputs", "config_keys", "upstream")
-    told = [{name: stage.get(name) for name in names_} for stage in stages]
-    return encoding.sha256_of([encoding.plain_text({"variant": variant, "stages": told, "upstream": dict(upstream)})])
+    told = stages if isinstance(stages, str) else stages_text(stages)
+    above = encoding.plain_text(dict(upstream))
+    return encoding.sha256_of([f'{{"stages":{told},"upstream":{above},"variant":"{variant}"}}'])
