@@ -218,7 +218,7 @@ def register_checkpoint(
     parents = [parent] if isinstance(parent, str) else list(parent or ())
     content = _content(opened)
     run = _run_attrs(ctx, target)
-    own = {**(attrs or {}), "run": run, "config": encode(ctx.config, "config", whole=False), "content": content}
+    own = {**(attrs or {}), "run": run, "config": encode(ctx.config, "config", whole=False), "checkpoint_digest": content}
     entry: dict[str, Any] = {
         "model_id": chosen,
         "store": _relative(target.location, ctx.root),
@@ -237,7 +237,7 @@ def register_checkpoint(
                 target.set_model_attrs(chosen, **changed)
             return chosen, {**entry, "status": "same"}
         if before is not None:
-            replaced = {"content": before.get("content"), "run": before.get("run"), "added": before.get("added")}
+            replaced = {"content": before.get("checkpoint_digest"), "run": before.get("run"), "added": before.get("added")}
             own["replaced"] = [*before.get("replaced", []), replaced]
             entry["replaced"] = replaced
         target.add_model(chosen, opened, step=step, parents=parents, attrs=own, replace=before is not None, link=link)
@@ -267,8 +267,8 @@ def _content(checkpoint: Checkpoint) -> str:
 
 def _holds(store: Store, model_id: str, attrs: Mapping[str, Any], content: str, checkpoint: Checkpoint) -> bool:
     """Return whether the store has this content; of a model that was added otherwise, by the digests of all of it."""
-    if "content" in attrs:
-        return bool(attrs["content"] == content)
+    if "checkpoint_digest" in attrs:
+        return bool(attrs["checkpoint_digest"] == content)
     table = store.parameters(model_id)
     tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
     if set(tensors) != set(table.name):
