@@ -204,7 +204,7 @@ def test_stores_are_compared_model_by_model_with_their_metrics(stores: list[Path
     assert pairs["start"]["metrics"] == []
     metrics = {(one["field"], one["parameter"]): one for one in pairs["end"]["metrics"]}
     assert metrics["frob_norm", "fc.weight"]["relative"] == pytest.approx(1.0)
-    assert metrics["param_norm", ""]["relative"] == pytest.approx(1.0)
+    assert metrics["param_norm", ""]["relative"] == pytest.approx(3.0)  # a sum of squares
     assert ("stable_rank", "fc.weight") not in metrics or abs(metrics["stable_rank", "fc.weight"]["relative"]) < 1e-6
     assert found.equal is False
 

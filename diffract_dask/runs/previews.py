@@ -177,7 +177,7 @@ def dataset_of(content: Content, address: str | None, name: str) -> ArrayRef | N
     if wanted not in found:
         found |= {one.address.strip("/"): one for ref in content.arrays for one in fields_of(ref)}
     if wanted not in found:
-        known = [one or "''" for one in found]
+        known = [*content.models, *(one or "''" for one in found)]
         hint = did_you_mean(wanted, known) or f" There are {', '.join(known[:20])}." * bool(known)
         raise ArtifactNotFoundError(f"{name} has no dataset {address!r}.{hint}")
     return found[wanted]

@@ -218,7 +218,8 @@ def register_checkpoint(
     parents = [parent] if isinstance(parent, str) else list(parent or ())
     content = _content(opened)
     run = _run_attrs(ctx, target)
-    own = {**(attrs or {}), "run": run, "config": encode(ctx.config, "config", whole=False), "checkpoint_digest": content}
+    config = encode(ctx.config, "config", whole=False)
+    own = {**(attrs or {}), "run": run, "config": config, "checkpoint_digest": content}
     entry: dict[str, Any] = {
         "model_id": chosen,
         "store": _relative(target.location, ctx.root),
@@ -237,7 +238,7 @@ def register_checkpoint(
                 target.set_model_attrs(chosen, **changed)
             return chosen, {**entry, "status": "same"}
         if before is not None:
-            replaced = {"content": before.get("checkpoint_digest"), "run": before.get("run"), "added": before.get("added")}
+            replaced = {"content": before.get("checkpoint_digest")} | {k: before.get(k) for k in ("run", "added")}
             own["replaced"] = [*before.get("replaced", []), replaced]
             entry["replaced"] = replaced
         target.add_model(chosen, opened, step=step, parents=parents, attrs=own, replace=before is not None, link=link)
