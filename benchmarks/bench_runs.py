@@ -93,6 +93,9 @@ def write_run(root: Path, pipeline: str, variant: dict[str, object], upstream: d
 
 
 class _Runs:
+    params: tuple[list[int]] = ([],)
+    tiny: tuple[list[int]] = ([],)
+
     def setup(self, variations: int) -> None:
         self.root = Path(tempfile.mkdtemp())
         write_chain(self.root, variations)

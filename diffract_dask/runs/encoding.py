@@ -254,15 +254,15 @@ def dumps(data: Any) -> str:
     return json.dumps(strict(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _bare_constant(name: str) -> float:
-    return float(name.replace("Infinity", "inf"))
+def _bare_constant(name: str) -> Any:
+    return _float(float(name.replace("Infinity", "inf")))
 
 
 _DECODER = json.JSONDecoder(parse_constant=_bare_constant)
 
 
 def loads(text: str | bytes) -> Any:
-    """Read JSON; bare NaN and Infinity, which other tools write, are understood."""
+    """Read JSON; bare NaN and Infinity, which other tools write, come as ``{"$float": …}``."""
     return _DECODER.decode(text if isinstance(text, str) else text.decode("utf8", "surrogatepass"))
 
 

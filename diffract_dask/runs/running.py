@@ -279,6 +279,13 @@ class _Work:
         self._execute(stage)
         self.statuses[name] = "done"
 
+    def _mark_running(self, name: str) -> None:
+        """Say that a stage is at work before anything of it is touched: a kill from here on leaves it interrupted."""
+        self._forget(name)
+        self.record.stage_keys[name] = self.keys[name]
+        self.record.stage_status[name] = "running"
+        self._flush()
+
     def _forget(self, name: str) -> None:
         for table in (self.record.errors, self.record.metrics, self.record.computed_by):
             table.pop(name, None)
@@ -295,6 +302,7 @@ class _Work:
             if not isinstance(meta, dict) or meta.get("key") != key or meta.get("made_from") != self._made_from(stage):
                 continue
             target = self.stage_path(name)
+            self._mark_running(name)
             if outputs.take_over(other, meta, target, self.registry.reuse):
                 encoding.write_json(target / outputs.META, {**meta, "reused_from": source.where})
                 encoding.write_text(target / outputs.KEY, key)
@@ -311,11 +319,8 @@ class _Work:
 
     def _execute(self, stage: Stage) -> None:
         name, path = stage.name, self.stage_path(stage.name)
+        self._mark_running(name)
         outputs.clear(path)
-        self._forget(name)
-        self.record.stage_keys[name] = self.keys[name]
-        self.record.stage_status[name] = "running"
-        self._flush()
         append_log(self.path, f"{name}: started")
         started, clock = now(), time.perf_counter()
         context = RunContext(self.path, self.registry.root, self.variant, self.record.copy(), name, self.upstream)
@@ -391,6 +396,8 @@ class _Work:
     def _begin(self) -> None:
         """Write down that something is about to be computed, by whom and from which sources."""
         self.began = now()
+        for left in self.path.glob("*.partial"):  # of a process that was killed
+            left.unlink(missing_ok=True)
         record = self.record
         record.started, record.ended = self.began, None
         record.host, record.pid, record.user = socket.gethostname(), os.getpid(), _user()
