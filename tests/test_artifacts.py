@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import pytest
 from artifact_samples import SAMPLES, matrix
 
 from diffract_dask.errors import ArtifactError, ArtifactNotFoundError, DiffractError, MissingExtraError
+from diffract_dask.runs import artifact_kinds
 from diffract_dask.runs.artifact_diffs import diff_artifacts, diff_documents, diff_texts
-from diffract_dask.runs.artifact_kinds import KINDS, ArtifactKind, is_unit, kind_of, register_kind
+from diffract_dask.runs.artifact_kinds import ENTRY_POINTS, KINDS, ArtifactKind, is_unit, kind_of, register_kind
 from diffract_dask.runs.previews import preview
 from diffract_dask.runs.readers import Content
 
@@ -127,6 +129,24 @@ def test_a_file_that_is_cut_off_is_an_error_that_names_it(kind: str, write: Writ
 
 
 @every_kind
+@pytest.mark.parametrize("seed", range(2))
+def test_rubbish_is_an_error_and_no_traceback(kind: str, seed: int, write: Write) -> None:
+    path = write(kind)
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    rng = np.random.default_rng(seed)
+    for file in files[seed::4] if path.is_dir() else files:
+        data = bytearray(file.read_bytes())
+        for at in rng.integers(0, max(1, min(len(data), 400)), 12):
+            data[at : at + 1] = rng.bytes(1)
+        file.write_bytes(data[: len(data) // (1 + seed % 2)])
+    for dataset in (None, SAMPLES[kind].address):
+        with contextlib.suppress(DiffractError):
+            strict_json(preview(path, dataset).as_dict())
+        with contextlib.suppress(DiffractError):
+            strict_json(diff_artifacts(path, write(kind, where="b"), dataset).as_dict())
+
+
+@every_kind
 def test_an_empty_file_is_no_traceback(kind: str, tmp_path: Path) -> None:
     path = tmp_path / SAMPLES[kind].name
     path.touch()
@@ -207,6 +227,31 @@ def test_errors_name_what_was_asked_for(tmp_path: Path, write: Write) -> None:
         diff_artifacts(write("npy"), write("npz"))
     with pytest.raises(ArtifactError, match="part"):
         preview(write("npy"), part="half")
+
+
+def test_kinds_come_from_other_packages_and_a_broken_one_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def read(path: Path) -> Any:
+        yield Content(text="theirs")
+
+    class Point:
+        def __init__(self, name: str, value: Any) -> None:
+            self.name, self.value = name, f"package:{name}"
+            self._loaded = value
+
+        def load(self) -> Any:
+            return self._loaded
+
+    theirs = ArtifactKind("theirs", "theirs", read, "text", (".theirs",))
+    points = [Point("theirs", theirs), Point("odd", 3)]
+    monkeypatch.setattr(artifact_kinds, "entry_points", lambda group: points if group == ENTRY_POINTS else [])
+    artifact_kinds._load_entry_points.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="'odd'.*expected an ArtifactKind"):
+            assert kind_of(Path("x.theirs"), "theirs") is theirs
+    finally:
+        KINDS.pop("theirs", None)
+        artifact_kinds._load_entry_points.cache_clear()
 
 
 def test_folders_that_are_one_artifact(write: Write, tmp_path: Path) -> None:
@@ -397,3 +442,14 @@ def test_importing_loads_nothing_heavy() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not set(loaded) & {"dask", "xarray", "zarr", "h5py", "pyarrow", "PIL", "netCDF4", "yaml", "scipy", "click"}
+
+
+def test_the_reference_page_has_the_table() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "reference" / "artifacts.md").read_text(encoding="utf8")
+    rows = []
+    for kind in reversed(KINDS.values()):
+        ends = " ".join(f"`{end}`" for end in kind.suffixes)
+        needs = f"extra `{kind.extra}`" if kind.extra else ""
+        cells = (f"`{kind.name}`", kind.view, ends, needs, kind.summary)
+        rows.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
+    assert "\n".join(rows) in page

@@ -13,7 +13,7 @@ from typing import Any
 from diffract_dask.errors import ArtifactError
 from diffract_dask.runs.array_diffs import diff_arrays
 from diffract_dask.runs.arrays import ArrayRef, fields_of
-from diffract_dask.runs.artifact_kinds import ArtifactKind, kind_of
+from diffract_dask.runs.artifact_kinds import ArtifactKind, kind_of, reading
 from diffract_dask.runs.previews import dataset_of, plain, pruned
 from diffract_dask.runs.readers import Content
 from diffract_dask.runs.weight_diffs import diff_weights, is_model
@@ -96,7 +96,8 @@ def diff_artifacts(
             f"{a.name} is of the kind {ours.name!r} and {b.name} of the kind {theirs.name!r}; give two of one kind, or "
             "name the kind that both are to be read as"
         )
-    with ours.open(a) as content_a, theirs.open(b) as content_b:
+    names = a.name if a.name == b.name else f"{a.name} or {b.name}"
+    with reading(names), ours.open(a) as content_a, theirs.open(b) as content_b:
         notes = [*(f"a: {note}" for note in content_a.notes), *(f"b: {note}" for note in content_b.notes)]
         view, data = _compared(
             ours, content_a, content_b, (dataset, dataset_b or dataset), (a, b), index, target, notes

@@ -16,9 +16,12 @@ Packages declare theirs as entry points of the group ``diffract_dask.artifacts``
 from __future__ import annotations
 
 import json
+import struct
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -26,12 +29,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffract_dask.errors import ArtifactError, ArtifactNotFoundError, did_you_mean
+from diffract_dask.errors import ArtifactError, ArtifactNotFoundError, DiffractError, did_you_mean
 
 if TYPE_CHECKING:
     from diffract_dask.runs.readers import Content
 
-__all__ = ["ENTRY_POINTS", "KINDS", "VIEWS", "ArtifactKind", "is_unit", "kind_of", "register_kind"]
+__all__ = ["ENTRY_POINTS", "KINDS", "VIEWS", "ArtifactKind", "is_unit", "kind_of", "reading", "register_kind"]
 
 ENTRY_POINTS = "diffract_dask.artifacts"
 
@@ -282,6 +285,21 @@ def _recognised(path: Path) -> ArtifactKind | None:
         if fitting:
             return max(fitting, key=lambda one: one[:2])[2]
     return next((kind for kind in kinds if kind.accepts is not None and kind.accepts(path)), None)
+
+
+_DAMAGED = (EOFError, struct.error, zipfile.BadZipFile, zlib.error)
+_UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, ArithmeticError, *_DAMAGED)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn what packages raise on a file that is damaged into an ArtifactError that names it."""
+    try:
+        yield
+    except DiffractError:
+        raise
+    except _UNREADABLE as error:
+        raise ArtifactError(f"{what} cannot be read: {error}") from error
 
 
 def is_unit(path: Path) -> bool:

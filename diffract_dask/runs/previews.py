@@ -24,7 +24,7 @@ from diffract_dask.runs.arrays import (
     plane,
     value_class,
 )
-from diffract_dask.runs.artifact_kinds import kind_of
+from diffract_dask.runs.artifact_kinds import kind_of, reading
 from diffract_dask.runs.encoding import strict
 from diffract_dask.runs.grids import Grid, Moments
 from diffract_dask.runs.readers import Content
@@ -136,7 +136,7 @@ def preview(
     if target < 1:
         raise ArtifactError(f"target is {target}; give the greatest number of rows and columns to show")
     chosen = kind_of(path, kind)
-    with chosen.open(path) as content:
+    with reading(path.name), chosen.open(path) as content:
         told = Preview(path.name, chosen.name, _view(chosen.view, content), attrs=content.attrs, notes=content.notes)
         if content.text is not None:
             return replace(told, data=_text(content.text, told.notes))
