@@ -416,6 +416,17 @@ def test_an_error_keeps_what_was_known_before(forks: Project) -> None:
     assert forks.catalog.errors == []
 
 
+def test_what_is_known_is_marked_when_a_source_or_a_helper_is_newer(project: Project) -> None:
+    project.write(tools="def helper(): return 1\n", pipe_a=PIPE_A.replace("'m', 1", "'m', tools.helper()"))
+    project.write(pipe_a="import tools\n" + (project.folder / "pipe_a.py").read_text())
+    project.load("pipe_a").PIPELINE.run("base", project.runs)
+    assert not project.catalog.pipeline("pipe_a").outdated
+    project.write(tools="def helper(): return 2\n")
+    assert project.catalog.pipeline("pipe_a").outdated
+    dm.scan_import(project.folder, project.runs.root)
+    assert not project.catalog.pipeline("pipe_a").outdated
+
+
 def test_a_moved_module_is_found_where_it_is_now(forks: Project) -> None:
     (forks.folder / "deep").mkdir()
     (forks.folder / "pipe_b.py").rename(forks.folder / "deep/pipe_b.py")

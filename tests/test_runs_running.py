@@ -79,6 +79,53 @@ def test_a_damaged_stage_is_not_taken_over(project: Project) -> None:
     assert (Path(second.fdir) / "stages/first/outputs/x.txt").read_text() == "10"
 
 
+def test_a_stage_that_vanishes_while_it_is_taken_over_is_computed(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.declare("two", TWO_STAGES).PIPELINE.run("base", project.runs)
+
+    def vanish(source: Path, target: Path, how: str) -> None:
+        target.write_text("half")
+        raise FileNotFoundError(source)
+
+    monkeypatch.setattr("diffract_dask.runs.outputs._take_file", vanish)
+    second = project.declare("two", TWO_STAGES.replace("b=2", "b=3")).PIPELINE.run("base", project.runs)
+    assert second.stage_status["first"] == "done"
+    assert (Path(second.fdir) / "stages/first/outputs/x.txt").read_text() == "10"
+
+
+def test_links_within_the_root_move_with_it_and_are_taken_over(project: Project) -> None:
+    source = """
+dm.register('v', a=1, b={b})
+def f(ctx): ctx.artifact('f', 'x', ctx.upstream_artifact('up', 'stages/first/outputs'), how='link')
+def g(ctx): pass
+PIPELINE = dm.Pipeline('p', [dm.Stage('f', f, config_keys='a'), dm.Stage('g', g, config_keys='b')])
+"""
+    upstream = {"up": project.declare("two", TWO_STAGES).PIPELINE.run("base", project.runs)}
+    for b in (1, 2):
+        record = project.declare("p", source.format(b=b)).PIPELINE.run("v", project.runs, upstream=upstream)
+    assert record.stage_status == {"f": "cached", "g": "done"}
+    (project.folder / "runs").rename(project.folder / "moved")
+    moved = dm.RunRegistry(project.folder / "moved")
+    for record in moved.list_runs("p"):
+        (output,) = moved.outputs(record, "f")
+        assert (output.relpath, output.link, output.missing) == ("x/x.txt", True, False)
+        assert (Path(record.fdir) / output.path).resolve().is_relative_to(moved.root)
+
+
+def test_links_may_share_a_target_and_go_in_circles(project: Project) -> None:
+    (project.folder / "d").mkdir()
+    (project.folder / "d/x").write_text("1")
+    record = in_a_stage(
+        project,
+        """
+for name in 'ab': ctx.artifact('s', name, 'd', how='link')
+(ctx.stage_dir() / 'outputs' / 'round').symlink_to('.')
+""",
+    )
+    assert [item.relpath for item in project.runs.outputs(record, "s")] == ["a/x", "b/x"]
+
+
 def test_running_a_linked_stage_again_leaves_the_other_run_alone(project: Project) -> None:
     first = project.declare("two", TWO_STAGES).PIPELINE.run("base", project.runs)
     pipeline = project.declare("two", TWO_STAGES.replace("b=2", "b=3")).PIPELINE

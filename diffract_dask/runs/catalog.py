@@ -279,11 +279,18 @@ class Catalog:
         outdated = set()
         for item in discover(self.scan_root):
             if item.module in found:
-                if manifests.digest_of(item.path) != found[item.module].get("sha256"):
+                if self._is_older(found[item.module], item.path):
                     outdated.add(item.module)
             else:
                 found[item.module] = item.as_manifest()
         return outdated
+
+    def _is_older(self, manifest: Mapping[str, Any], path: Path) -> bool:
+        """Return whether a source, or one of the helpers that it calls, is not what a manifest was made from."""
+        files = {manifest["module"]: (path, manifest.get("sha256"))}
+        for name, digest in manifest.get("helpers", {}).items():
+            files[name] = (Path(str(self.scan_root), f"{name.replace('.', '/')}.py"), digest)
+        return any(file.exists() and manifests.digest_of(file) != digest for file, digest in files.values())
 
 
 def _tables(found: list[dict[str, Any]], outdated: set[str]) -> _Tables:

@@ -143,7 +143,10 @@ class RunContext:
         ends = origin.resolve(), base.resolve() / target.relative_to(base)
         if ends[0].is_relative_to(ends[1]) or ends[1].is_relative_to(ends[0]):
             raise ArtifactError(f"{what} and its source {str(origin)!r} contain each other")
-        _place(origin, target, how)
+        said = str(origin)
+        if origin.is_relative_to(self.root):  # a link within the root stays good when the root is moved
+            said = os.path.relpath(origin, target.parent)
+        _place(origin, target, how, said)
         return target
 
     def metric(
@@ -248,13 +251,13 @@ def _declared(allowed: Mapping[str, tuple[str, ...]], step: str, text: str) -> b
     return not whole or any(text == path.rstrip("/") or text.startswith(f"{path.rstrip('/')}/") for path in whole)
 
 
-def _place(origin: Path, target: Path, how: str) -> None:
+def _place(origin: Path, target: Path, how: str, said: str) -> None:
     """Put a source in the place of the target, at once where the target is a file."""
     partial = target.with_name(f".{target.name[:80]}.{os.getpid()}-{threading.get_ident()}.partial")
     outputs.remove(partial)
     try:
         if how == "link":
-            partial.symlink_to(origin, target_is_directory=origin.is_dir())
+            partial.symlink_to(said, target_is_directory=origin.is_dir())
         elif how == "move":
             shutil.move(origin, partial)
         elif origin.is_dir():

@@ -20,6 +20,7 @@ from diffract_dask.runs.records import SHORT, Metric, OutputFile, RunRecord, par
 __all__ = ["RunRegistry"]
 
 _KEYS_SECONDS = 30.0
+_SETTLED_NS = 2_000_000_000  # the clock of some file systems is that coarse
 
 
 class RunRegistry:
@@ -307,4 +308,4 @@ def _index(table: dict[tuple[str, str], dict[str, RunRecord]], record: RunRecord
 
 def _settled(stamp: int) -> bool:
     """Return whether a time is old enough that a later change must show another one."""
-    return time.time_ns() - stamp > 50_000_000
+    return time.time_ns() - stamp > _SETTLED_NS

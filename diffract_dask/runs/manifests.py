@@ -41,13 +41,15 @@ def described(module: str, codes: Mapping[str, Mapping[str, StageCode]] | None =
     """
     file = registry.source_file(module) or file_of(module)
     pipelines, chains = registry.pipelines(module), registry.chains(module)
+    found = {name: (codes or {}).get(name) or item.codes() for name, item in pipelines.items()}
     return {
         "schema": SCHEMA,
         "module": module,
         "file": f"{module.replace('.', '/')}.py" if file else None,
         "sha256": digest_of(file),
         "error": None,
-        "pipelines": [_pipeline(item, (codes or {}).get(item.name)) for item in pipelines.values()],
+        "helpers": _helpers(found, module),
+        "pipelines": [_pipeline(item, found[item.name]) for item in pipelines.values()],
         "variants": [
             {
                 "name": item.name,
@@ -64,8 +66,13 @@ def described(module: str, codes: Mapping[str, Mapping[str, StageCode]] | None =
     }
 
 
-def _pipeline(pipeline: Pipeline, codes: Mapping[str, StageCode] | None) -> dict[str, Any]:
-    found = codes or pipeline.codes()
+def _helpers(codes: Mapping[str, Mapping[str, StageCode]], module: str) -> dict[str, str | None]:
+    """Return the digests of the other modules whose code counts."""
+    names = {name for stages in codes.values() for code in stages.values() for name in code.modules}
+    return {name: digest_of(file_of(name)) for name in sorted(names - {module, "__main__"})}
+
+
+def _pipeline(pipeline: Pipeline, found: Mapping[str, StageCode]) -> dict[str, Any]:
     return {
         "name": pipeline.name,
         "parent": pipeline.parent,

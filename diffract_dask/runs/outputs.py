@@ -22,15 +22,13 @@ KEY = "_key"
 
 
 def walk(folder: Path) -> Iterator[tuple[str, Path, bool]]:
-    """Yield ``(path below, path, reached through a link)`` for every file below a folder, links followed once."""
-    pending = [(folder, "", False)]
-    visited: set[str] = set()
+    """Yield ``(path below, path, reached through a link)`` for every file below a folder; links in a circle end."""
+    pending: list[tuple[str, str, bool, tuple[str, ...]]] = [(str(folder), "", False, ())]
     while pending:
-        at, below, linked = pending.pop()
+        at, below, linked, above = pending.pop()
         real = os.path.realpath(at)
-        if real in visited:
+        if real in above:
             continue
-        visited.add(real)
         try:
             entries = sorted(os.scandir(at), key=lambda entry: entry.name)
         except OSError:
@@ -39,7 +37,7 @@ def walk(folder: Path) -> Iterator[tuple[str, Path, bool]]:
             name = f"{below}/{entry.name}" if below else entry.name
             link = linked or entry.is_symlink()
             if entry.is_dir():
-                pending.append((Path(entry.path), name, link))
+                pending.append((entry.path, name, link, (*above, real)))
             else:
                 yield name, Path(entry.path), link
 
@@ -62,14 +60,14 @@ def recorded(stage: Path) -> dict[str, dict[str, Any]]:
 
 
 def links(stage: Path) -> dict[str, str]:
-    """Return where the links among the outputs lead to, as absolute paths."""
+    """Return what the links among the outputs say: relative paths within the root, else absolute ones."""
     found = {}
     base = stage / OUTPUTS
     for at, folders, files in os.walk(base):
         for name in (*folders, *files):
             path = os.path.join(at, name)
             if os.path.islink(path):
-                found[os.path.relpath(path, base).replace(os.sep, "/")] = os.path.realpath(path)
+                found[os.path.relpath(path, base).replace(os.sep, "/")] = os.readlink(path)
     return found
 
 
@@ -158,18 +156,21 @@ def take_over(source: Path, meta: Mapping[str, Any], target: Path, how: str) -> 
     if not unchanged(source, meta, read=True):
         return False
     clear(target)
-    leading = dict(meta.get("links", {}))
-    for name, leads_to in leading.items():
-        path = target / OUTPUTS / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(leads_to)
-    for name, entry in meta["outputs"].items():
-        if not entry.get("link"):
+    try:
+        for name, said in dict(meta.get("links", {})).items():
             path = target / OUTPUTS / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            _take_file(source / OUTPUTS / name, path, how)
-    if (source / METRICS).exists():
-        shutil.copy2(source / METRICS, target / METRICS)
+            leads_to = os.path.normpath((source / OUTPUTS / name).parent / said)
+            path.symlink_to(said if os.path.isabs(said) else os.path.relpath(leads_to, path.parent))
+        for name, entry in meta["outputs"].items():
+            if not entry.get("link"):
+                path = target / OUTPUTS / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _take_file(source / OUTPUTS / name, path, how)
+        if (source / METRICS).exists():
+            shutil.copy2(source / METRICS, target / METRICS)
+    except OSError:  # another process has begun to run that stage again, or the disk is full
+        return False
     return unchanged(target, meta, read=how == "copy")
 
 
