@@ -172,7 +172,7 @@ def progress(ctx: click.Context, where: Where, name: str, variation: str) -> Non
 @click.option("--baseline", "-b", metavar="VARIATION", help="Show differences to this one.")
 @where_options
 def scoreboard(where: Where, name: str, baseline: str | None) -> None:
-    """Print the metrics of all variations of a chain, with differences to a baseline; + is better, - is worse.
+    """Print the metrics of all variations of a chain, with differences to a baseline.
 
     \b
     Examples:

@@ -119,20 +119,34 @@ def list_(where: Where, pipeline: str | None, records: bool, status: str | None)
     elif pipeline is None:
         print_forest(where, "pipelines")
     else:
-        catalog = where.catalog
-        info = catalog.pipeline(pipeline)
-        counts = [len(catalog.runs.list_runs(info.name, name)) for name in info.variants]
-        rows = [
-            {"variant": v.name, "base": v.base, "forks_of": v.forks_of, "fingerprint": v.fingerprint[:12], "runs": n}
-            for v, n in zip(info.variants.values(), counts, strict=True)
-        ]
-        columns = ["variant", "base", "forks_of", "fingerprint", "runs"]
-        where.answer(rows, lambda: print_table(rows, columns, f"no variant of {info.name} is known"))
-        note_outdated(info.outdated)
+        _list_variants(where, pipeline)
+
+
+def _list_variants(where: Where, pipeline: str) -> None:
+    catalog = where.catalog
+    info = catalog.pipeline(pipeline)
+    runs_of = {name: [one.where for one in catalog.runs.list_runs(info.name, name)] for name in info.variants}
+    rows = [
+        {
+            "variant": variant.name,
+            "base": variant.base,
+            "forks_of": variant.forks_of,
+            "fingerprint": variant.fingerprint[:12],
+            "runs": len(runs_of[name]),
+        }
+        for name, variant in info.variants.items()
+    ]
+    where.answer(
+        [{**vars(variant), "runs": runs_of[name]} for name, variant in info.variants.items()],
+        lambda: print_table(rows, list(rows[0]) if rows else [], f"no variant of {info.name} is known"),
+    )
+    note_outdated(info.outdated)
 
 
 def _list_runs(where: Where, pipeline: str | None, status: str | None) -> None:
     found = where.runs.list_runs(pipeline, status=status)
+    if pipeline is not None and not found:
+        where.catalog.pipeline(pipeline)
     rows = [
         {
             "run": record.where,

@@ -15,7 +15,8 @@ CASES = list(run.cases(tiny=True))
 
 
 def test_there_are_benchmarks_of_every_subject() -> None:
-    assert {case.module for case in CASES} == {f"bench_{x}" for x in ("linalg", "moments", "engine", "store", "view", "runs")}
+    subjects = ("linalg", "moments", "engine", "store", "view", "runs", "artifacts")
+    assert {case.module for case in CASES} == {f"bench_{subject}" for subject in subjects}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
