@@ -19,6 +19,7 @@ from diffract_dask.errors import ArtifactError
 from diffract_dask.runs.array_diffs import Differences, diff_arrays
 from diffract_dask.runs.arrays import ArrayRef, blocks
 from diffract_dask.runs.artifact_diffs import diff_artifacts
+from diffract_dask.runs.encoding import decode
 from diffract_dask.runs.grids import Grid, Moments
 from diffract_dask.runs.previews import preview
 
@@ -276,21 +277,35 @@ def test_large_arrays_are_reduced_and_no_outlier_is_lost(shape: tuple[int, ...],
     assert grid.max() == 77
 
 
+def test_grids_can_be_packed(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(300, 300))
+    values[0] = NAN
+    values[1] = 1e300
+    shown = preview(saved(tmp_path / "a.npy", values), target=300)
+    lists, packed = (json.dumps(shown.as_dict(packed=way), allow_nan=False) for way in (False, True))
+    assert len(packed) < len(lists) / 3
+    grid = decode(json.loads(packed)["data"]["heatmap"]["mean"])
+    with np.errstate(over="ignore"):
+        assert np.array_equal(grid, values.astype("f4"), equal_nan=True)
+
+
 PEAK = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
 from diffract_dask.runs.artifact_diffs import diff_artifacts
 from diffract_dask.runs.previews import preview
-start = time.perf_counter()
+start = time.process_time()
 {call}
-print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+with open("/proc/self/status") as file:  # not ru_maxrss, which starts from that of the process that forked
+    peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+print(time.process_time() - start, peak)
 """
 
 
 def peak(call: str, *args: object) -> tuple[float, float]:
-    """Return seconds and peak memory of a whole process that makes one call."""
+    """Return CPU seconds of a call, which uses one thread, and peak memory of the whole process that makes it."""
     if not sys.platform.startswith("linux"):
-        pytest.skip("peak memory in kB is Linux")
+        pytest.skip("peak memory is read from /proc")
     command = [sys.executable, "-c", PEAK.format(call=call), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     seconds, nbytes = map(float, done.stdout.split())

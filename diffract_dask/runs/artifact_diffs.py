@@ -52,9 +52,9 @@ class ArtifactDiff:
     data: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for strict JSON: what is not finite is ``{"$float": "nan"}``."""
-        found: dict[str, Any] = plain({name: getattr(self, name) for name in self.__slots__})
+    def as_dict(self, *, packed: bool = False) -> dict[str, Any]:
+        """Return plain data for strict JSON, as :func:`~diffract_dask.runs.previews.plain` does."""
+        found: dict[str, Any] = plain({name: getattr(self, name) for name in self.__slots__}, packed=packed)
         return found
 
 
