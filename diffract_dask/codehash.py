@@ -112,33 +112,38 @@ def _described_function(func: FunctionType, walk: Walk) -> Iterator[str]:
             yield from _described(value, func.__module__, walk)
             yield from _used_of(value, names, func.__module__, walk)
     if walk.deep:
-        for module in _imported(code, func.__globals__):
+        for module in _imported(code, func, walk):
             yield from _used_of(module, names, func.__module__, walk)
 
 
-def _used_of(module: Any, names: set[str], origin: str, walk: Walk) -> Iterator[str]:
-    """Yield the text of what code may use of a module: whatever it names."""
-    if isinstance(module, ModuleType) and walk.follows(module.__name__, origin):
-        for name in sorted(names & vars(module).keys()):
-            yield name
-            yield from _described(vars(module)[name], module.__name__, walk)
+def _used_of(value: Any, names: set[str], origin: str, walk: Walk, above: tuple[int, ...] = ()) -> Iterator[str]:
+    """Yield the text of what code may use of a module, and of the modules in it: whatever it names."""
+    if not isinstance(value, ModuleType) or id(value) in above or not walk.follows(value.__name__, origin):
+        return
+    for name in sorted(names & vars(value).keys()):
+        yield name
+        yield from _described(vars(value)[name], value.__name__, walk)
+        yield from _used_of(vars(value)[name], names, value.__name__, walk, (*above, id(value)))
 
 
-def _imported(code: CodeType, namespace: dict[str, Any]) -> Iterator[ModuleType]:
-    """Yield the modules that a function imports when it runs, where they can be imported."""
+def _imported(code: CodeType, func: FunctionType, walk: Walk) -> Iterator[ModuleType]:
+    """Yield the modules that a function imports when it runs, of those that count."""
     steps = list(dis.get_instructions(code))
     for i, step in enumerate(steps):
         if step.opname != "IMPORT_NAME":
             continue
         level = steps[i - 2].argval if i >= 2 and isinstance(steps[i - 2].argval, int) else 0
         try:
-            name = importlib.util.resolve_name("." * level + step.argval, namespace.get("__package__") or "")
-            yield importlib.import_module(name)
+            package = func.__globals__.get("__package__") or ""
+            name = importlib.util.resolve_name("." * level + step.argval, package)
+            if walk.follows(name, func.__module__):
+                yield importlib.import_module(name)
+                yield sys.modules[name.partition(".")[0]]  # what `import package.module` gives a name to
         except Exception:  # whatever its code raises; the function will meet it when it runs
             continue
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from _imported(const, namespace)
+            yield from _imported(const, func, walk)
 
 
 def _described_class(kind: type, walk: Walk) -> Iterator[str]:

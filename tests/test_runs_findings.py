@@ -329,6 +329,31 @@ PIPELINE = dm.Pipeline('p', [dm.Stage('s', {fn})])
         assert pipeline.fingerprint(pipeline.variant("v")) not in seen[first, body, fn], "a helper elsewhere counts"
 
 
+def test_c2_helpers_in_packages_count_and_what_is_installed_is_not_even_imported(project: Project) -> None:
+    source = """
+import package.inner
+dm.register('v')
+def f(ctx):
+    import mpmath, wave, package.late
+    return package.inner.deep(ctx) + package.late.more()
+PIPELINE = dm.Pipeline('p', [dm.Stage('s', f)])
+print(PIPELINE.fingerprint(PIPELINE.variant('v')))
+import sys
+print(*sorted({'mpmath', 'wave', 'package.late'} & set(sys.modules)))
+"""
+    project.write(p=f"import diffract_dask.runs as dm\n{source}")
+    found = []
+    for inner, late in ((1, 1), (2, 1), (2, 2)):
+        project.write(
+            package____init__="from package import inner\n",
+            package__inner=f"import package\ndef deep(ctx): return {inner}\n",
+            package__late=f"def more(): return {late}\n",
+        )
+        found.append(project.python("-B", "p.py").stdout.splitlines())
+    assert len({fingerprint for fingerprint, _ in found}) == 3
+    assert {loaded for _, loaded in found} == {"package.late"}
+
+
 def test_c2_comments_and_docstrings_do_not_count_and_processes_agree(project: Project) -> None:
     source = "import diffract_dask.runs as dm\ndm.register('v')\ndef f(ctx):\n    {doc}x = {{'b', 'a'}}\n    return x\n"
     tail = "PIPELINE = dm.Pipeline('p', [dm.Stage('s', f)])\nprint(PIPELINE.fingerprint(PIPELINE.variant('v')))\n"

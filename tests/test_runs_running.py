@@ -196,6 +196,29 @@ CHAIN.variation('x', a='v', b='w')
     assert calls(project) == ["down", "down"], "a step alone means all that its run put out"
 
 
+def test_an_upstream_that_is_forced_counts_if_it_put_out_something_else(project: Project) -> None:
+    source = """
+from pathlib import Path
+dm.register('v')
+def _up(ctx): ctx.artifact('up', 'x', 'given')
+def _down(ctx): ctx.metric('down', 'got', ctx.upstream_artifact('a', 'stages/up/outputs/x').read_text())
+CHAIN = dm.Chain('c', [
+    dm.ChainStep('a', dm.Pipeline('upper', [dm.Stage('up', _up)])),
+    dm.ChainStep('b', dm.Pipeline('lower', [dm.Stage('down', _down)]), 'a'),
+])
+CHAIN.variation('x', a='v', b='v')
+"""
+    (project.folder / "given").write_text("one")
+    variation = project.declare("chained", source).CHAIN.variations["x"]
+    variation.run(project.runs)
+    assert variation.run(project.runs, force={"a": "up"})["b"].stage_status == {"down": "cached"}
+    (project.folder / "given").write_text("two")
+    again = variation.run(project.runs, force={"a": "up"})["b"]
+    assert (again.stage_status, again.metrics["down"]["got"]["value"]) == ({"down": "done"}, "two")
+    with pytest.raises(UnknownNameError, match="Did you mean 'up'"):
+        variation.run(project.runs, force={"a": "upp"})
+
+
 def test_an_upstream_that_is_not_done_is_refused(project: Project) -> None:
     pipeline = project.declare("two", TWO_STAGES).PIPELINE
     partial = pipeline.run("base", project.runs, only="first")
@@ -269,6 +292,24 @@ def test_an_object_that_cannot_be_hashed_asks_for_a_version(project: Project) ->
     assert fixed.run("v", project.runs).code == {"s": 'version:[1,"a"]'}
 
 
+def test_a_pipeline_that_cannot_run_stops_no_other_of_its_module(project: Project) -> None:
+    source = """
+import threading
+lock = threading.Lock()
+dm.register('v')
+def bad(ctx): lock.acquire()
+def good(ctx): pass
+dm.Pipeline('bad', [dm.Stage('s', bad)])
+PIPELINE = dm.Pipeline('good', [dm.Stage('s', good)])
+CHAIN = dm.Chain('c', [dm.ChainStep('s', PIPELINE)])
+CHAIN.variation('x', s='v')
+"""
+    record = project.declare("p", source).CHAIN.variations["x"].run(project.runs)["s"]
+    assert record.status == "done"
+    assert set(project.catalog.pipelines) == set(dm.Catalog(project.runs).pipelines) == {"good", "bad"}
+    assert dm.progress(project.catalog, "c", "x").status == "done"
+
+
 # ---------------------------------------------------------------- artifacts
 
 
@@ -324,6 +365,7 @@ WRONG_ARTIFACTS = {
         ArtifactError,
         "leads out of the run",
     ),
+    "a stage that is no input": ("ctx.stage_dir('t')", UnknownNameError, r"Add it: Stage\('s', …, inputs="),
     "metric of another stage": ("ctx.metric('t', 'x', 1)", ArtifactError, "stage 's' is the one that runs"),
     "array": ("ctx.metric('s', 'x', np.arange(3))", ArtifactError, "not ndarray"),
     "none": ("ctx.metric('s', 'x', None)", ArtifactError, "not NoneType"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import pickle
 import sys
@@ -78,14 +79,21 @@ def _users(modules: set[str]) -> tuple[str, ...]:
 
 
 def is_users(module: str) -> bool:
-    """Return whether a module is the user's own: not built in, of the standard library, installed, or this package."""
+    """Return whether a module is the user's own: not built in, of the standard library, installed, or this package.
+
+    A module that is not loaded is looked for, and its package imported at most.
+    """
     top = module.partition(".")[0]
+    if top == "__main__":
+        return True
     if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "diffract_dask":
-        return top == "__main__" or module == "__main__"
+        return False
     loaded = sys.modules.get(module)
-    file = getattr(loaded, "__file__", None)
-    if loaded is None or file is None:
-        return loaded is not None and getattr(loaded, "__spec__", None) is None
+    spec = getattr(loaded, "__spec__", None) if loaded is not None else importlib.util.find_spec(top)
+    file = getattr(loaded, "__file__", None) or getattr(spec, "origin", None)
+    if file is None:
+        folders = list(getattr(spec, "submodule_search_locations", None) or [])
+        return _is_own_file(os.path.abspath(folders[0])) if folders else loaded is not None and spec is None
     return _is_own_file(os.path.abspath(file))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,9 @@ class RunContext:
         record: RunRecord,
         stage: str,
         upstream: Mapping[str, RunRecord],
+        *,
+        inputs: Iterable[str] = (),
+        upstream_read: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.path = path
         self.root = root
@@ -60,7 +63,8 @@ class RunContext:
         self.record = record
         self.stage = stage
         self.upstream = dict(upstream)
-        self.upstream_allowed: Mapping[str, tuple[str, ...]] | None = None
+        self._inputs = set(inputs)
+        self._upstream_read = upstream_read
 
     @property
     def fdir(self) -> str:
@@ -78,23 +82,28 @@ class RunContext:
         Raises
         ------
         UnknownNameError
-            The pipeline has no such stage.
+            The pipeline has no such stage, or it is not among the inputs, nor among theirs.
         """
         name = self.stage if stage is None else stage
         check_known([name], self.record.stages, "stage", f"pipeline {self.record.pipeline!r}")
+        if name != self.stage and name not in self._inputs:
+            raise UnknownNameError(
+                f"stage {self.stage!r} reads stage {name!r}, which is not among its inputs; a change of it "
+                f"would go unseen. Add it: Stage({self.stage!r}, …, inputs=({name!r},)), after {name!r}"
+            )
         path = self.path / "stages" / folder(name)
         if name == self.stage:
             (path / outputs.OUTPUTS).mkdir(parents=True, exist_ok=True)
         return path
 
     def _own_dir(self, stage: str, what: str) -> Path:
-        path = self.stage_dir(stage)
+        check_known([stage], self.record.stages, "stage", f"pipeline {self.record.pipeline!r}")
         if stage != self.stage:
             raise ArtifactError(
                 f"{what} is for stage {stage!r}, and stage {self.stage!r} is the one that runs; a stage that has ended "
                 "keeps what it put out"
             )
-        return path
+        return self.stage_dir(stage)
 
     def artifact(
         self,
@@ -199,7 +208,7 @@ class RunContext:
         above = self.root / record.where
         text = os.fspath(relpath).replace(os.sep, "/").rstrip("/")
         path = inside(above, text, "the upstream artifact") if text else above
-        allowed = self.upstream_allowed
+        allowed = self._upstream_read
         if allowed is not None and not _declared(allowed, step, text):
             raise UnknownNameError(
                 f"stage {self.stage!r} declares what it reads upstream, and {text or 'the folder'!r} of step {step!r} "

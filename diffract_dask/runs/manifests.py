@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffract_dask.errors import DiffractError
 from diffract_dask.runs import encoding, snapshots
 from diffract_dask.runs.code import StageCode, file_of
 from diffract_dask.runs.config import encode_overrides
@@ -30,18 +31,11 @@ __all__ = ["MANIFESTS", "described", "failed", "read_all", "source_files", "writ
 MANIFESTS = "_manifests"
 
 
-def described(module: str, codes: Mapping[str, Mapping[str, StageCode]] | None = None) -> dict[str, Any]:
-    """Return what a module has declared in this process, as plain JSON data.
-
-    Parameters
-    ----------
-    module : str
-    codes : mapping
-        Code of stages by pipeline and stage, where it is known already.
-    """
+def described(module: str) -> dict[str, Any]:
+    """Return what a module has declared in this process, as plain JSON data."""
     file = registry.source_file(module) or file_of(module)
     pipelines, chains = registry.pipelines(module), registry.chains(module)
-    found = {name: (codes or {}).get(name) or item.codes() for name, item in pipelines.items()}
+    found = {name: _codes(item) for name, item in pipelines.items()}
     return {
         "schema": SCHEMA,
         "module": module,
@@ -64,6 +58,17 @@ def described(module: str, codes: Mapping[str, Mapping[str, StageCode]] | None =
         ],
         "chains": [_chain(item) for item in chains.values()],
     }
+
+
+def _codes(pipeline: Pipeline) -> dict[str, StageCode]:
+    """Return the code of each stage; a stage whose code has no hash cannot run, and stops nothing else."""
+    found = {}
+    for stage in pipeline.stages:
+        try:
+            found[stage.name] = stage.code()
+        except DiffractError:
+            found[stage.name] = StageCode("unknown", None, ())
+    return found
 
 
 def _helpers(codes: Mapping[str, Mapping[str, StageCode]], module: str) -> dict[str, str | None]:

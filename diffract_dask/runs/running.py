@@ -323,8 +323,16 @@ class _Work:
         outputs.clear(path)
         append_log(self.path, f"{name}: started")
         started, clock = now(), time.perf_counter()
-        context = RunContext(self.path, self.registry.root, self.variant, self.record.copy(), name, self.upstream)
-        context.upstream_allowed = stage.upstream
+        context = RunContext(
+            self.path,
+            self.registry.root,
+            self.variant,
+            self.record.copy(),
+            name,
+            self.upstream,
+            inputs=self._inputs_of(stage),
+            upstream_read=stage.upstream,
+        )
         try:
             stage.fn(context)
             meta = self._finish(stage, started, clock)
@@ -337,6 +345,17 @@ class _Work:
         self._note_done(stage, meta)
         self._flush()
         append_log(self.path, f"{name}: done in {meta['seconds']:.3f} s")
+
+    def _inputs_of(self, stage: Stage) -> set[str]:
+        """Return the inputs of a stage, and theirs."""
+        table = {item.name: item.inputs for item in self.pipeline.stages}
+        found: set[str] = set()
+        pending = list(stage.inputs)
+        while pending:
+            name = pending.pop()
+            found.add(name)
+            pending += table[name]
+        return found
 
     def _finish(self, stage: Stage, started: str, clock: float) -> dict[str, Any]:
         """Record what a stage put out; the key, which says that all is there, comes last."""

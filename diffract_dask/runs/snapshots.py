@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -68,6 +69,14 @@ def git(folder: Path | str, *arguments: str, text: str | None = None, check: boo
     return done.stdout
 
 
+_taken: dict[tuple[str, str], str] = {}  # what this process knows to be committed
+
+
+def _reference(commit: str) -> str:
+    """Return the reference that keeps a commit in reach when two roots are copied over each other."""
+    return f"refs/snapshots/{commit[:16]}"
+
+
 def take(root: Path, files: Mapping[str, str], message: str) -> Snapshot:
     """Commit source files, by module, if they changed; return the commit that holds them."""
     sources = {module: f"{module.replace('.', '/')}.py" for module in files}
@@ -80,10 +89,15 @@ def take(root: Path, files: Mapping[str, str], message: str) -> Snapshot:
     if shutil.which("git") is None:
         return Snapshot(None, {}, "no snapshot of the sources: git is not installed")
     folder = root / SCRIPTS
+    digest = encoding.sha256_of(f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in sorted(contents.items()))
+    before = _taken.get((str(root), digest))
+    if before is not None and (folder / ".git" / _reference(before)).exists():
+        return Snapshot(before, sources)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{SCRIPTS}.lock", timeout=_TIMEOUT, thread_local=False):
-            return Snapshot(_commit(folder, contents, message), sources)
+            commit = _taken[str(root), digest] = _commit(folder, contents, message)
+            return Snapshot(commit, sources)
     except (OSError, subprocess.SubprocessError) as error:
         return Snapshot(None, {}, f"no snapshot of the sources: {error}")
 
@@ -104,8 +118,7 @@ def _commit(folder: Path, contents: Mapping[str, bytes], message: str) -> str:
         return head
     git(folder, "commit", "-q", "--allow-empty", "-m", message)
     commit = git(folder, "rev-parse", "HEAD").strip()
-    # A reference of its own keeps the commit in reach when two roots are copied over each other.
-    git(folder, "update-ref", f"refs/snapshots/{commit[:16]}", commit)
+    git(folder, "update-ref", _reference(commit), commit)
     return commit
 
 
