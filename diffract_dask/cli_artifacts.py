@@ -43,6 +43,7 @@ def artifacts(where: Where, run: str, artifact: str | None, dataset: str | None)
         where.answer(shown.as_dict(), lambda: show_preview(shown))
         return
     found = of_runs.list_artifacts(registry, record)
+    models = {entry.get("source"): entry["model_id"] for entry in record.checkpoints}
     rows = [
         {
             "artifact": one.address,
@@ -50,10 +51,12 @@ def artifacts(where: Where, run: str, artifact: str | None, dataset: str | None)
             "size": size_text(one.size),
             "files": one.files,
             "note": "missing" if one.missing else "link" if one.link else "",
+            "model": models.get(one.path, ""),
         }
         for one in found
     ]
-    columns = ["artifact", "kind", "size", "files"] + ["note"] * any(row["note"] for row in rows)
+    columns = ["artifact", "kind", "size", "files"]
+    columns += [name for name in ("model", "note") if any(row[name] for row in rows)]
     where.answer(found, lambda: print_table(rows, columns, f"{record.where} has no artifacts"))
 
 

@@ -357,3 +357,11 @@ def test_two_arrays_of_256_mb_in_300_mb(tmp_path: Path) -> None:
     runs = [peak("diff_artifacts(sys.argv[1], sys.argv[2])", tmp_path / "a.npy", tmp_path / "b.npy") for _ in range(3)]
     assert max(nbytes for _, nbytes in runs) < 300e6
     assert min(seconds for seconds, _ in runs) < 4
+
+
+@pytest.mark.slow
+def test_a_large_table_is_read_in_bounded_memory(tmp_path: Path, idle: float) -> None:
+    line = "0.25,1,abc\n"
+    (tmp_path / "a.csv").write_text("x,y,z\n" + line * (40_000_000 // len(line)))
+    used = peak(f"{LOAD}; assert 'first' in preview(sys.argv[1]).notes[0]", tmp_path / "a.csv")[1]
+    assert used - idle < 150e6

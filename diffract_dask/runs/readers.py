@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ast
 import csv
-import io
 import json
 import math
 import os
 import zipfile
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,11 +45,12 @@ TEXT_BYTES = 4 * 2**20
 DOCUMENT_BYTES = 16 * 2**20
 """A longer JSON or YAML file is taken as text."""
 
-TABLE_BYTES = 64 * 2**20
+TABLE_BYTES = 32 * 2**20
 """Of a longer CSV file only the beginning is read."""
 
 _PIXELS = 32 * 10**6
 _FRAMES = 1000
+_PROBED = 1000
 _MAGIC = b"\x93NUMPY"
 _NOTHING: Any = object()
 
@@ -284,35 +286,68 @@ def read_yaml(path: Path) -> Iterator[Content]:
 
 @contextmanager
 def read_csv(path: Path) -> Iterator[Content]:
-    """Read a table, up to 64 MiB of it; columns of numbers as float64 (empty cells NaN), all others as text."""
-    data, notes = _beginning(path, TABLE_BYTES)
-    text = _decoded(data)
-    if notes:
-        text = text[: text.rfind("\n") + 1]
-    del data
-    first = text.partition("\n")[0]
-    separators = ",;" if path.suffix.lower() != ".tsv" else "\t"
-    separator = max(separators, key=first.count)
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    """Read a table, up to 32 MiB of it; columns of numbers as float64 (empty cells NaN), all others as text."""
     try:
-        names = _distinct(next(rows, []))
-        columns: list[list[str]] = [[] for _ in names]
-        ragged = 0
-        for row in rows:
-            if not row:
-                continue
-            ragged += len(row) != len(names)
-            for i, column in enumerate(columns):
-                column.append(row[i] if i < len(row) else "")
+        names = _distinct(next(_csv_rows(path), []))
+        columns, ragged = _csv_columns(path, len(names))
     except csv.Error as error:
         raise ArtifactError(f"{path.name} is not a table of comma-separated values: {error}") from error
+    size = path.stat().st_size
+    notes = [f"the first {TABLE_BYTES} of {size} bytes"] if size > TABLE_BYTES else []
     if ragged:
         notes.append(f"{ragged} rows have more or fewer than {len(names)} cells")
-    arrays = []
-    for i, name in enumerate(names):
-        arrays.append(_column(name, columns[i]))
-        columns[i] = []
-    yield Content(arrays, notes=notes)
+    yield Content([_column(name, column) for name, column in zip(names, columns, strict=True)], notes=notes)
+
+
+def _csv_columns(path: Path, n: int) -> tuple[list[array[float] | list[str]], int]:
+    """Return the columns and how many rows are longer or shorter.
+
+    A column is taken for numbers until a cell is none; then everything is read again with that column as text.
+    """
+    texts: set[int] = set()
+    while True:
+        before = len(texts)
+        columns: list[Any] = [[] if i in texts else array("d") for i in range(n)]
+        shared: dict[str, str] = {}  # one text that comes often is kept once
+        ragged = 0
+        for count, row in enumerate(islice(_csv_rows(path), 1, None)):
+            if len(row) != n:
+                ragged += 1
+                row = [*row[:n], *[""] * (n - len(row))]
+            for i, cell in enumerate(row):
+                if i in texts:
+                    columns[i].append(shared.setdefault(cell, cell))
+                    continue
+                try:
+                    columns[i].append(float(cell))
+                except ValueError:
+                    columns[i].append(math.nan)
+                    if cell.strip():
+                        texts.add(i)
+                        columns[i] = []
+            if count == _PROBED and len(texts) > before:
+                break
+        if len(texts) == before:
+            return columns, ragged
+
+
+def _csv_rows(path: Path) -> Iterator[list[str]]:
+    """Yield the rows that are not empty, that of the names first, without reading far ahead."""
+    with open(path, encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
+        first = file.readline(TABLE_BYTES)
+        file.seek(0)
+        separator = "\t" if path.suffix.lower() == ".tsv" else max(",;", key=first.count)
+        rows = csv.reader(_limited(file), delimiter=separator)
+        yield from (row for row in rows if row)
+
+
+def _limited(file: TextIO) -> Iterator[str]:
+    left = TABLE_BYTES
+    while line := file.readline(TABLE_BYTES):
+        left -= len(line)
+        if left < 0:
+            return
+        yield line
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -328,16 +363,9 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _column(name: str, cells: Sequence[str]) -> ArrayRef:
-    try:
-        values: NDArray[Any] = np.fromiter((float(cell) if cell.strip() else np.nan for cell in cells), np.float64)
-        if cells and not any(cell.strip() for cell in cells):
-            raise ValueError
-    except ValueError:
-        values = np.array(cells, object)
-    return ArrayRef(
-        name, values.shape, values.dtype, lambda s: values[s], stored="" if values.dtype != object else "text"
-    )
+def _column(name: str, cells: array[float] | list[str]) -> ArrayRef:
+    values: NDArray[Any] = np.array(cells, object if isinstance(cells, list) else float)
+    return ArrayRef(name, values.shape, values.dtype, lambda s: values[s], stored="text" * isinstance(cells, list))
 
 
 # ------------------------------------------------------------------------------------------------- images and the rest
