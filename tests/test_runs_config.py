@@ -177,6 +177,23 @@ three = dm.register('three', base='p:two', c=3, a=dm.UNSET)
     assert module.two.short_fp == module.two.fingerprint[:12] == dm.fingerprint(module.two.config)[:12]
 
 
+def test_layers_of_overrides_are_merged_and_frozen() -> None:
+    arrays = {"x": np.arange(3)}
+    for _ in range(2):  # the same again is no other variant, arrays or not
+        variant = dm.registry.register("layers", "v", {"a": {"b": 1}, "z": 1}, arrays, a={"c": 2}, z=dm.replace(q=1))
+    assert variant.config.a == {"b": 1, "c": 2}
+    assert variant.config.z == {"q": 1}
+    with pytest.raises(DeclarationError, match="already"):
+        dm.registry.register("layers", "v", {"x": np.arange(4)})
+    for change in (lambda: variant.overrides.update(a=1), lambda: variant.overrides["a"].pop("b")):
+        with pytest.raises(RunError, match="cannot be changed"):
+            change()
+    again = pickle.loads(pickle.dumps(variant))
+    assert again.fingerprint == variant.fingerprint
+    assert again.is_written_like(variant)
+    dm.registry.drop_module("layers")
+
+
 def test_a_base_in_several_other_modules_has_to_be_named(project: Project) -> None:
     for name in ("one", "two"):
         project.write(**{name: "import diffract_dask.runs as dm\ndm.register('shared', a=1)\n"})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from projects import Project
+from projects import PTYCHO_PROJECT, Project
 from test_runs_findings import TWO_STAGES, calls
 
 import diffract_dask.runs as dm
@@ -474,6 +474,23 @@ PIPELINE = dm.Pipeline('p', [dm.Stage('s', f, version=1)])
     assert not list((project.folder / "runs").rglob(leases.LEASE))
 
 
+def test_a_folder_that_cannot_be_written_is_said(project: Project) -> None:
+    (project.folder / "runs").write_text("a file")
+    with pytest.raises(RunError, match=r"cannot be written .*; give another root"):
+        in_a_stage(project, "pass")
+    project.write_all(PTYCHO_PROJECT)
+    with pytest.raises(RunError, match=r"cannot be written .*; give another root"):
+        project.load("chains.ptycho").CHAIN.variations["baseline"].run(project.runs)
+
+
+def test_an_upstream_may_come_by_another_way_to_the_same_root(project: Project) -> None:
+    upstream = project.declare("two", TWO_STAGES).PIPELINE.run("base", project.runs)
+    (project.folder / "way").symlink_to(project.folder / "runs")
+    other = project.declare("p", ONE_STAGE.format(body="ctx.upstream_artifact('u', 'stages/first/outputs/x.txt')"))
+    runs = dm.RunRegistry(project.folder / "way")
+    assert other.PIPELINE.run("v", runs, upstream={"u": upstream}, only="s").stage_status["s"] == "done"
+
+
 def test_a_stage_cannot_run_its_own_run(project: Project) -> None:
     with pytest.raises(RunLockedError, match="in this very thread"):
         in_a_stage(project, "import p; p.PIPELINE.run('v', dm.RunRegistry(ctx.root), only='s')")
@@ -504,6 +521,18 @@ def test_c8_a_killed_run_shows_as_interrupted_and_can_be_run_again(project: Proj
     project.python("p.py")
     (record,) = project.runs.list_runs()
     assert (record.status, record.stage_status) == ("done", {"s": "done"})
+
+
+def test_a_run_killed_between_two_stages_shows_as_interrupted(project: Project) -> None:
+    record = project.declare("two", TWO_STAGES).PIPELINE.run("base", project.runs, only="first")
+    path = Path(record.fdir)
+    data = encoding.read_json(path / "run.json")
+    encoding.write_json(path / "run.json", {**data, "ended": None, "stage_status": {"first": "done"}})
+    encoding.write_json(path / leases.LEASE, leases.myself())
+    assert project.runs.list_runs()[0].status == "running"
+    (path / leases.LEASE).unlink()
+    (found,) = project.runs.list_runs(status="interrupted")
+    assert found.stage_status == {"first": "done"}
 
 
 def test_the_heartbeat_tells_of_processes_elsewhere(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from diffract_dask.runs import encoding, manifests, snapshots
 from diffract_dask.runs.chains import Chain, resolved
 from diffract_dask.runs.config import Config
 from diffract_dask.runs.listing import RunRegistry
-from diffract_dask.runs.pipelines import Pipeline
 from diffract_dask.runs.stages import run_fingerprint, stages_text
 from diffract_dask.runs.variants import registry as declared
 
@@ -346,11 +345,3 @@ def _variations(chain: Mapping[str, Any]) -> dict[str, VariationInfo]:
             item["name"], item["base"], item["forks_of"], dict(item["overrides"]), mapping, error
         )
     return found
-
-
-def live_pipeline(name: str) -> Pipeline | None:
-    """Return a pipeline that this process has declared."""
-    for module in declared.modules():
-        if name in declared.pipelines(module):
-            return declared.pipelines(module)[name]
-    return None

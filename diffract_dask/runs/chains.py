@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from diffract_dask.errors import DeclarationError, UnknownNameError, did_you_mean
-from diffract_dask.runs import manifests
+from diffract_dask.runs import leases, manifests
 from diffract_dask.runs.code import file_of
 from diffract_dask.runs.listing import RunRegistry
 from diffract_dask.runs.naming import check_known, check_name, names
@@ -223,7 +223,8 @@ class Variation:
             for stage in step.pipeline.stages:
                 check_known(stage.upstream or (), step.consumes, "consumed step", f"step {step.name!r}")
         for module in dict.fromkeys([self.chain.module, *(step.pipeline.module for step in self.chain.steps)]):
-            manifests.write(registry.root, module)
+            with leases.writing(registry.root):
+                manifests.write(registry.root, module)
         records: dict[str, RunRecord] = {}
         for step in self.chain.steps:
             records[step.name] = step.pipeline.run(

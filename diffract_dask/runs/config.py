@@ -226,24 +226,35 @@ def thawed(value: Any) -> Any:
     return value.copy() if numpy is not None and isinstance(value, numpy.ndarray) else value
 
 
-class Overrides(dict[str, Any]):
-    """What a variant adds to its base, as it was written: `UNSET` and `replace` stay."""
+class Overrides(dict[Any, Any]):
+    """What a variant adds to its base, as it was written: `UNSET` and `replace` stay. It cannot be changed."""
 
     __slots__ = ()
 
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise FrozenConfigError("what a variant adds to its base cannot be changed; register another variant")
 
-def frozen_overrides(layer: Mapping[Any, Any], where: str = "") -> Overrides:
-    """Return a copy of a layer that shares nothing that can change with the original."""
-    found = Overrides()
-    for key, value in layer.items():
-        path = f"{where}.{key}" if where else str(key)
-        if value is UNSET or isinstance(value, Replacement):
-            dict.__setitem__(found, key, value)
-        elif isinstance(value, Mapping):
-            dict.__setitem__(found, key, frozen_overrides(value, path))
-        else:
-            dict.__setitem__(found, key, _frozen(value, path))
-    return found
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> Any:
+        return frozen_overrides, (dict(self),)
+
+
+def frozen_overrides(*layers: Mapping[Any, Any], where: str = "") -> Overrides:
+    """Return the layers as one, which shares nothing that can change with them."""
+    found: dict[Any, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            path = f"{where}.{key}" if where else str(key)
+            if value is UNSET or isinstance(value, Replacement):
+                found[key] = value
+            elif isinstance(value, Mapping):
+                below = found.get(key)
+                found[key] = frozen_overrides(*([below] if isinstance(below, Overrides) else []), value, where=path)
+            else:
+                found[key] = _frozen(value, path)
+    return Overrides(found)
 
 
 def encode_overrides(layer: Mapping[Any, Any]) -> Any:

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -38,8 +38,6 @@ __all__ = [
     "write_json",
     "write_text",
 ]
-
-_SHOWN_BYTES = 1 << 16
 
 
 def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
@@ -292,15 +290,6 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
-
-
-def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(dotted path, value)`` for every leaf of nested mappings; an empty mapping is a leaf."""
-    if isinstance(data, Mapping) and (data or path) and data:
-        for key, item in data.items():
-            yield from flatten(item, f"{path}.{key}" if path else str(key))
-    elif path:
-        yield path, data
 
 
 def sha256_of(parts: Iterable[str]) -> str:

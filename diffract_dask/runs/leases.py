@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from diffract_dask.errors import RunLockedError
+from diffract_dask.errors import RunError, RunLockedError
 from diffract_dask.runs import encoding
 from diffract_dask.runs.records import RunRecord, now
 
@@ -77,10 +77,11 @@ def is_held(path: Path) -> bool:
 
 
 def observed(record: RunRecord) -> RunRecord:
-    """Return a record as it is to be shown: what it says is running, and is not, was interrupted."""
+    """Return a record that has not ended as it is to be shown: what nobody works on any more was interrupted."""
     if record.path is None or is_held(record.path):
         return record
     shown = record.copy()
+    shown.gone = True
     shown.stage_status = {
         stage: "interrupted" if status == "running" else status for stage, status in record.stage_status.items()
     }
@@ -100,6 +101,23 @@ _log = logging.getLogger("diffract_dask.runs")
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in words that a folder cannot be written.
+
+    Raises
+    ------
+    RunError
+        It cannot.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise
+        raise RunError(f"the folder {path} cannot be written ({error.strerror}); give another root") from error
+
+
+@contextmanager
 def hold(path: Path, wait: float | None) -> Iterator[None]:
     """Hold a run, which no other process or thread then works on; its lease says who, and its heartbeat that it lives.
 
@@ -107,9 +125,12 @@ def hold(path: Path, wait: float | None) -> Iterator[None]:
     ------
     RunLockedError
         Another one holds it and did not end within `wait` seconds; the message names it.
+    RunError
+        The folder cannot be written.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    lock = _acquire(path, wait)
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _acquire(path, wait)
     stop = threading.Event()
     try:
         lease = path / LEASE

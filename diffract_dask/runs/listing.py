@@ -281,7 +281,7 @@ class _Listing:
         kept = self._records.get(path)
         if kept is None or kept[0] != stat.st_mtime_ns or kept[1] != stat.st_ino:
             record = parse_record(encoding.read_json(file), path, self.root)
-            at_work = record is not None and "running" in record.stage_status.values()
+            at_work = record is not None and (record.ended is None or "running" in record.stage_status.values())
             kept = (stat.st_mtime_ns, stat.st_ino, record, at_work)
             self._records[path] = kept
         record = kept[2]

@@ -7,11 +7,11 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from diffract_dask.errors import ArtifactError, DeclarationError, UnknownNameError, did_you_mean
 
-__all__ = ["check_known", "check_name", "folder", "inside", "names", "unfolder"]
+__all__ = ["check_known", "check_name", "folder", "inside", "names"]
 
 _LONGEST = 120
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
@@ -44,11 +44,6 @@ def folder(name: str) -> str:
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - 10].rstrip('%. ')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return text
-
-
-def unfolder(text: str) -> str:
-    """Return the name that a folder stands for; of a long one, the start."""
-    return unquote(text)
 
 
 def names(value: str | Iterable[str] | None, what: str) -> tuple[str, ...]:

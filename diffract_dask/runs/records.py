@@ -126,6 +126,8 @@ class RunRecord:
     location : str or None
         The run's folder as text; it follows from where the record was read, and is never stored.
     root : Path or None
+    gone : bool
+        It has not ended, and whoever worked on it is gone; never stored.
     """
 
     pipeline: str
@@ -165,6 +167,7 @@ class RunRecord:
     schema: int = SCHEMA
     location: str | None = field(default=None, compare=False, repr=False)
     root: Path | None = field(default=None, compare=False, repr=False)
+    gone: bool = field(default=False, compare=False, repr=False)
 
     @property
     def path(self) -> Path | None:
@@ -195,10 +198,11 @@ class RunRecord:
         for name in ("running", "failed", "interrupted"):
             if name in found:
                 return name
-        if not found:
-            return "pending" if self.ended is None else "done"
-        complete = found <= {"done", "cached"} and all(stage in self.stage_status for stage in self.stages)
-        return "done" if complete else "partial"
+        if found and found <= {"done", "cached"} and all(stage in self.stage_status for stage in self.stages):
+            return "done"
+        if self.ended is None:
+            return "pending" if self.started is None else "interrupted" if self.gone else "running"
+        return "partial" if found else "done"
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``run.json`` holds."""
@@ -208,12 +212,13 @@ class RunRecord:
         """Return a record that can be changed without changing this one."""
         fresh: dict[str, Any] = {
             name: type(value)(value) if isinstance(value := getattr(self, name), (list, dict)) else value
-            for name in (*_STORED, "location", "root")
+            for name in (*_STORED, *_NOT_STORED)
         }
         return RunRecord(**fresh)
 
 
-_STORED = tuple(item.name for item in dataclasses.fields(RunRecord) if item.name not in ("location", "root"))
+_NOT_STORED = ("location", "root", "gone")
+_STORED = tuple(item.name for item in dataclasses.fields(RunRecord) if item.name not in _NOT_STORED)
 _HINTS = typing.get_type_hints(RunRecord)
 _KNOWN = set(_STORED)
 _SHAPES: list[tuple[str, type]] = [

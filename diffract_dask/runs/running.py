@@ -70,13 +70,17 @@ def _check_upstream(where: str, upstream: Mapping[str, RunRecord], registry: Run
     for step, record in upstream.items():
         if not isinstance(record, RunRecord):
             raise DeclarationError(f"upstream of {where}: {step!r} is {record!r}, not the record of a run")
-        if record.path is None or record.root != registry.root:
+        if record.path is None or record.root is None or not _same_folder(record.root, registry.root):
             raise RunInputError(f"the run of upstream step {step!r} is not under {registry.root}; run it there first")
         bad = [name for name in record.stages if record.stage_status.get(name) not in ("done", "cached")]
         if bad:
             raise RunInputError(
                 f"{where} needs upstream step {step!r}, whose run {record.where} has not done {', '.join(bad)}"
             )
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    return one == other or (one.exists() and other.exists() and one.samefile(other))
 
 
 def upstream_content(registry: RunRegistry, record: RunRecord) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffract_dask.errors import UnknownNameError
 from diffract_dask.runs.catalog import Catalog, ChainInfo, StepInfo, VariationInfo
 from diffract_dask.runs.records import Metric, RunRecord
 
@@ -290,21 +289,3 @@ def _with_deltas(row: ScoreRow, against: ScoreRow, columns: dict[str, MetricColu
             gain = deltas[key] if direction == "higher" else -deltas[key]
             better[key] = None if gain == 0 else gain > 0
     return ScoreRow(row.variation, row.status, row.values, deltas, better, row.error)
-
-
-def best(board: Scoreboard, key: str) -> str | None:
-    """Return the variation that is best by a metric with a direction.
-
-    Raises
-    ------
-    UnknownNameError
-        There is no such metric.
-    """
-    column = next((column for column in board.metrics if column.key == key), None)
-    if column is None:
-        raise UnknownNameError(f"the scoreboard of {board.chain!r} has no metric {key!r}")
-    rows = [row for row in board.rows if _is_number(row.values.get(key)) and not math.isnan(row.values[key])]
-    if column.direction is None or not rows:
-        return None
-    pick = max if column.direction == "higher" else min
-    return pick(rows, key=lambda row: row.values[key]).variation

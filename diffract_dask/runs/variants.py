@@ -12,7 +12,8 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from diffract_dask.errors import DeclarationError, UnknownNameError, did_you_mean
-from diffract_dask.runs.config import Config, Overrides, frozen_overrides
+from diffract_dask.runs import encoding
+from diffract_dask.runs.config import Config, Overrides, encode_overrides, frozen_overrides
 from diffract_dask.runs.naming import check_name
 from diffract_dask.runs.records import SHORT
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Variant", "VariantRegistry", "register", "registry"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """A named layer of configuration upon a base.
 
@@ -57,6 +58,12 @@ class Variant:
     def short_fp(self) -> str:
         """The first twelve digits of the fingerprint."""
         return self.fingerprint[:SHORT]
+
+    def is_written_like(self, other: Variant) -> bool:
+        """Return whether both say the same."""
+        texts = [encoding.plain_text(encode_overrides(item.overrides)) for item in (self, other)]
+        bases = [item.base and (item.base.module, item.base.name, item.base.fingerprint) for item in (self, other)]
+        return texts[0] == texts[1] and bases[0] == bases[1] and self.forks_of == other.forks_of
 
 
 @dataclass(frozen=True)
@@ -125,16 +132,14 @@ class VariantRegistry:
             A value has no canonical form.
         """
         check_name(name, "variant")
-        added = Overrides()
-        for layer in (*layers, overrides):
-            added.update(frozen_overrides(layer))
+        added = frozen_overrides(*layers, overrides)
         with self._lock:
             found = self._base(module, base) if base is not None else None
             variant = Variant(name, module, found, forks_of, added)
             _ = variant.fingerprint  # refuses, here and by name, what cannot be kept
             known = self._variants.get(module, {}).get(name)
             before, here = self._origins.get((module, name)), origin or _Origin(None, 0)
-            if known is not None and known != variant and not (before and before.again(here)):
+            if known is not None and not known.is_written_like(variant) and not (before and before.again(here)):
                 raise DeclarationError(
                     f"{module} has a variant {name!r} already, with other values; give this one another name"
                 )
