@@ -393,8 +393,8 @@ def lineage(store: StoreLike) -> Lineage:
     Examples
     --------
     >>> session = Session()
-    >>> for name, parent in (("a", None), ("b", "a"), ("c", "gone")):
-    ...     _ = session.models.add({"w": np.eye(3) * len(name + str(parent))}, name, parent=parent)
+    >>> for size, name, parent in ((2, "a", None), (3, "b", "a"), (4, "c", "gone")):
+    ...     _ = session.models.add({"w": np.eye(size)}, name, parent=parent)
     >>> found = lineage(session)
     >>> found.roots, found.orphans, [(depth, model.model_id) for depth, model in found.walk()]
     (['a', 'c'], ['c'], [(0, 'a'), (1, 'b'), (0, 'c')])
