@@ -223,6 +223,12 @@ def test_a_script_registers_under_the_name_that_it_is_imported_by(project: Proje
     assert project.python("p.py").stdout == project.python("-m", "p").stdout == "p\n"
 
 
+def test_what_is_typed_in_registers_under_main_and_may_be_typed_again(project: Project) -> None:
+    typed = "import diffract_dask.runs as dm\nfor i in (1, 2):\n    exec(\"dm.register('v', a=i)\")\n"
+    code = f"{typed}print(dm.registry.get('__main__', 'v').config.a)\n"
+    assert project.python("-c", code).stdout == "2\n"
+
+
 def test_unknown_variants_name_the_nearest() -> None:
     dm.registry.register("lookup", "jitter")
     with pytest.raises(UnknownNameError, match="Did you mean 'jitter'"):

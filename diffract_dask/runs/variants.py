@@ -95,7 +95,7 @@ def owner(frame: FrameType) -> str:
     spec, file = frame.f_globals.get("__spec__"), frame.f_globals.get("__file__")
     if spec is not None:
         return str(spec.name).removesuffix(".__main__")
-    return os.path.splitext(os.path.basename(file))[0] if file else name
+    return os.path.splitext(os.path.basename(file))[0] if file and os.path.isfile(file) else name
 
 
 class VariantRegistry:
