@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +61,20 @@ ANALYZE_FIELDS = (
 """What ``analyze`` computes."""
 
 INTERRUPTED = 130
+_ELSEWHERE = ("lineage", "runs")
 
 
 class _Commands(click.Group):
     """The group of commands; the only place where errors become lines on stderr and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _ELSEWHERE:
+            found: click.Command = getattr(import_module("diffract_dask.cli_runs"), cmd_name)
+            return found
+        return super().get_command(ctx, cmd_name)
 
     def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         run: Any = super().main

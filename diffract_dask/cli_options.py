@@ -23,6 +23,7 @@ __all__ = [
     "fields_argument",
     "file_options",
     "format_option",
+    "gathered",
     "open_session",
     "output_options",
     "refuse_unreadable",
@@ -75,7 +76,7 @@ class Output(NamedTuple):
     conditions: tuple[str, ...] = ()
 
 
-def _gathered(command: Command, name: str, gather: Command, *options: Callable[[Command], Command]) -> Command:
+def gathered(command: Command, name: str, gather: Command, *options: Callable[[Command], Command]) -> Command:
     """Return a command with more options, whose values it gets as one argument: ``gather(**values)``."""
     own = [parameter.name for option in options for parameter in _declared(option)]
 
@@ -116,7 +117,7 @@ def scope_options(command: Command) -> Command:
     def option(name: str, axis: str, text: str) -> Callable[[Command], Command]:
         return click.option(name, axis, multiple=True, metavar="PATTERN", help=f"{text} Repeatable.")
 
-    return _gathered(
+    return gathered(
         command,
         "scope",
         gather,
@@ -136,7 +137,7 @@ format_option = click.option(
 
 
 def output_options(command: Command) -> Command:
-    return _gathered(
+    return gathered(
         command,
         "output",
         Output,
@@ -160,7 +161,7 @@ def file_options(command: Command) -> Command:
             raise click.UsageError(f"--id names one model, and {len(paths)} files were given; leave it out.")
         return Files(paths, **options)
 
-    return _gathered(
+    return gathered(
         command,
         "files",
         gather,
@@ -189,7 +190,7 @@ def compute_options(command: Command) -> Command:
     option = click.option(
         "--param", "params", multiple=True, metavar="KERNEL.NAME=VALUE", help="Parameter of a kernel. Repeatable."
     )
-    command = _gathered(scope_options(command), "params", gather, option)
+    command = gathered(scope_options(command), "params", gather, option)
     return click.argument("fields", nargs=-1, required=True, metavar="FIELD...")(command)
 
 

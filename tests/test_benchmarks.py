@@ -12,7 +12,7 @@ from benchmarks import accuracy, run, workloads
 from benchmarks.peers import bare_numpy, catalogue, fits, side_by_side
 
 CASES = list(run.cases(tiny=True))
-SUBJECTS = ("linalg", "moments", "engine", "store", "view", "random_matrix", "fits", "runs")
+SUBJECTS = ("linalg", "moments", "engine", "store", "view", "random_matrix", "fits", "runs", "artifacts")
 
 
 def test_there_are_benchmarks_of_every_subject() -> None:

@@ -32,7 +32,7 @@ LAYERS = (
     {"definitions", "table", "export", "ingest", "results", "report", "report_figures", "terminal"},
     {"session"},
     {"xarray_backend", "demo", "runs"},
-    {"cli_options", "cli", "__main__"},
+    {"cli_options", "cli_where", "cli_chains", "cli_artifacts", "cli_runs", "cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -41,8 +41,12 @@ ROOMS = {
     "torch": {"sources"},
     "safetensors": {"sources"},
     "bokeh": {"report", "report_figures"},
-    "click": {"cli", "cli_options"},
-    "zarr": {"store"},
+    "click": {"cli", "cli_options", "cli_where", "cli_chains", "cli_artifacts", "cli_runs"},
+    "zarr": {"store", "runs"},
+    "h5py": {"runs"},
+    "netCDF4": {"runs"},
+    "pyarrow": {"runs"},
+    "PIL": {"runs"},
     "filelock": {"store", "runs"},
     "xxhash": {"digests", "sources"},
     "threadpoolctl": {"blas"},

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffract_dask.runs.answers import as_json
+    from diffract_dask.runs.artifact_diffs import diff_artifacts
+    from diffract_dask.runs.artifacts import diff_run_artifacts, list_artifacts, preview_run_artifact
     from diffract_dask.runs.catalog import Catalog
     from diffract_dask.runs.chaindiffs import chain_diff, variation_diff
     from diffract_dask.runs.chains import Chain, ChainStep, Variation
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
     from diffract_dask.runs.forks import forest
     from diffract_dask.runs.listing import RunRegistry
     from diffract_dask.runs.pipelines import Pipeline
+    from diffract_dask.runs.previews import preview
     from diffract_dask.runs.records import Metric, RunRecord
     from diffract_dask.runs.stages import Stage
     from diffract_dask.runs.status import progress, scoreboard, siblings
     from diffract_dask.runs.variants import Variant, VariantRegistry, register, registry
+    from diffract_dask.runs.weights import lineage
 
 _HOME = {
     "UNSET": "config",
@@ -55,14 +59,20 @@ _HOME = {
     "chain_diff": "chaindiffs",
     "compare": "differences",
     "describe": "differences",
+    "diff_artifacts": "artifact_diffs",
+    "diff_run_artifacts": "artifacts",
     "discover": "discovery",
     "disk_usage": "disk",
     "find": "finding",
     "fingerprint": "encoding",
     "forest": "forks",
+    "lineage": "weights",
+    "list_artifacts": "artifacts",
     "load_module": "discovery",
     "merge": "disk",
     "overrides": "differences",
+    "preview": "previews",
+    "preview_run_artifact": "artifacts",
     "progress": "status",
     "prune": "disk",
     "register": "variants",
@@ -96,14 +106,20 @@ __all__ = [
     "chain_diff",
     "compare",
     "describe",
+    "diff_artifacts",
+    "diff_run_artifacts",
     "discover",
     "disk_usage",
     "find",
     "fingerprint",
     "forest",
+    "lineage",
+    "list_artifacts",
     "load_module",
     "merge",
     "overrides",
+    "preview",
+    "preview_run_artifact",
     "progress",
     "prune",
     "register",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -364,6 +365,17 @@ class Store:
             raise StoreError(f"{model_id}: the store has no data of {table.name[lost]!r} ({reason})")
         stacks = tuple(self._stack(header, table.stack[i]) for i in at[first])
         return Slices(rows, cols, dtype, shapes, digests, (), stacks, which, table.index[at], self._objects)
+
+    def parameter(self, model_id: str, index: int) -> Slices:
+        """Return one parameter of any shape as a slice, dimension 0 × the rest; a vector as one column.
+
+        Raises
+        ------
+        StoreError
+            It has no data in the store.
+        """
+        shape = self.parameters(model_id).shape[index]
+        return replace(self.slices(model_id, [index]), rows=shape[0] if shape else 1, cols=math.prod(shape[1:]))
 
     def _stack(self, header: Header, name: str) -> Stack:
         key = (header.folder, header.added, name)
