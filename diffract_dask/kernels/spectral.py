@@ -60,7 +60,7 @@ def _route(rows: int, cols: int, dtype: np.dtype[Any], params: Mapping[str, Any]
         valid_range=(0.0, float(max(linalg.ROUTES))),
         nan="never",
     ),
-    version=1,
+    version=2,
     blocks=linalg.SpectrumStream(),
     workspace=linalg.values_workspace,
     status=spectrum_status,

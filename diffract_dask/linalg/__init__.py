@@ -9,24 +9,40 @@ reading); LAPACK's dense routines. The Gram matrix in float64 is exact enough fo
 from __future__ import annotations
 
 from diffract_dask.blas import blas_threads
-from diffract_dask.linalg.products import gram
-from diffract_dask.linalg.routes import ROUTES, Decomposition, Spectrum, choose_route, relative_error
-from diffract_dask.linalg.spectrum import singular_values, values_workspace
+from diffract_dask.linalg.arrays import gram, leading_svd, moments, pair_product, singular_values, svd, tsqr
+from diffract_dask.linalg.randomised import LeadingStream
+from diffract_dask.linalg.routes import (
+    QR,
+    ROUTES,
+    Decomposition,
+    Product,
+    Spectrum,
+    choose_route,
+    relative_error,
+)
+from diffract_dask.linalg.spectrum import values_workspace
 from diffract_dask.linalg.streams import SpectrumStream
 from diffract_dask.linalg.triangles import tsqr_r
-from diffract_dask.linalg.vectors import svd, vectors_workspace
+from diffract_dask.linalg.vectors import vectors_workspace
 
 __all__ = [
+    "QR",
     "ROUTES",
     "Decomposition",
+    "LeadingStream",
+    "Product",
     "Spectrum",
     "SpectrumStream",
     "blas_threads",
     "choose_route",
     "gram",
+    "leading_svd",
+    "moments",
+    "pair_product",
     "relative_error",
     "singular_values",
     "svd",
+    "tsqr",
     "tsqr_r",
     "values_workspace",
     "vectors_workspace",

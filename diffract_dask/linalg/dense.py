@@ -14,6 +14,10 @@ from diffract_dask.linalg.routes import CODE, Routes, roots
 __all__ = ["gesdd", "gesvd", "values", "vectors"]
 
 
+INT32 = 2**31 - 1
+"""Numbers that a LAPACK with 32-bit integers can count in a workspace; ``gesdd`` with vectors needs 4 k² + 7 k."""
+
+
 def gesdd(block: Array) -> Array:
     values: Any = np.linalg.svd(block, compute_uv=False)
     return cast(Array, values)
@@ -50,17 +54,20 @@ def _values_one(matrix: Array) -> tuple[Array, str]:
 
 
 def vectors(matrix: Array) -> tuple[Array, Array, Array, str]:
+    """Return left vectors, ascending values, right vectors of a finite tall matrix, and the name of the route."""
+    long, k = matrix.shape
     attempts: dict[str, Callable[[], tuple[Array, Array, Array]]] = {
         "gesdd": lambda: gesdd_vectors(matrix),
         "gesvd": lambda: gesvd_vectors(matrix),
         "scaled_gram": lambda: gram_vectors(matrix),
     }
     for name, attempt in attempts.items():
+        if name == "gesdd" and 4 * k * k + 7 * k > INT32:
+            continue
         try:
             return *attempt(), name
-        except np.linalg.LinAlgError:
+        except (np.linalg.LinAlgError, ValueError):  # the latter of SciPy, where a workspace is too large to be counted
             continue
-    long, k = matrix.shape
     return np.full((long, k), np.nan), np.full(k, np.nan), np.full((k, k), np.nan), "none"
 
 

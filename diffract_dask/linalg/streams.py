@@ -36,15 +36,23 @@ class State:
             self.matrix = self.matrix.copy(order="F")
 
 
+@dataclass(frozen=True)
 class SpectrumStream:
     """The twin of :func:`singular_values` for a slice read in spans (see :class:`diffract_dask.kernel.Streamed`).
 
     The state is one k × k float64 matrix, worked on in place from the first block to the eigenvalues.
+
+    Parameters
+    ----------
+    first : {"gram", "tsqr"}, optional
+        The route that is tried first; default: as :func:`choose_route` says.
     """
+
+    first: str | None = None
 
     def start(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> State:
         """Return the state of no rows."""
-        return begin(shape, dtype, choose_route(shape, dtype, streamed=True))
+        return begin(shape, dtype, self.first or choose_route(shape, dtype, streamed=True))
 
     def update(self, state: State, block: NDArray[Any]) -> State:
         """Return `state`, changed in place, with the rows of `block` in it."""

@@ -14,41 +14,11 @@ from diffract_dask.linalg.pieces import chunks, flat_matrices, prepared
 from diffract_dask.linalg.routes import CODE, GRAM_ROUTES, Decomposition, Routes, error_bound, unscaled
 from diffract_dask.moments import as_matrices
 
-__all__ = ["svd", "vectors_workspace"]
+__all__ = ["fix_signs", "vectors_of", "vectors_workspace"]
 
 
-def svd(w: ArrayLike) -> Decomposition:
-    """Return singular values and vectors of each matrix, in ascending order of the values.
-
-    Parameters
-    ----------
-    w : (..., m, n) array
-        Any real dtype. Matrices with NaN or infinite entries get NaN and route 0.
-
-    Returns
-    -------
-    Decomposition
-        ``u`` ``(..., m, k)``, ``s`` ``(..., k)``, ``v`` ``(..., n, k)`` (not transposed), ``error`` and ``route``:
-        ``w ≈ (u * s[..., None, :]) @ v.mT``. In each column of ``v`` the entry of largest magnitude is positive.
-        Vectors of equal or zero values are an arbitrary orthonormal basis.
-
-    Raises
-    ------
-    MatrixError
-        `w` is not an array of real matrices.
-
-    Notes
-    -----
-    LAPACK ``gesdd`` on every dtype: for vectors the Gram matrix is no faster. Where that does not converge, ``gesvd``,
-    and at last V from the eigenvectors of WᵀW and U from the QR factorisation of W·V in descending order, which keeps
-    U orthonormal even where σ is 0. Needs about six times the float64 size of the largest matrix.
-
-    Examples
-    --------
-    >>> u, s, v, error, route = svd([[0.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
-    >>> s.tolist(), v.tolist()
-    ([1.0, 2.0], [[1.0, 0.0], [0.0, 1.0]])
-    """
+def vectors_of(w: ArrayLike) -> Decomposition:
+    """Return singular values and vectors of each matrix in memory, see :func:`diffract_dask.linalg.svd`."""
     array = as_matrices(w)
     m, n = array.shape[-2:]
     flat, lead = flat_matrices(array)
@@ -62,7 +32,7 @@ def svd(w: ArrayLike) -> Decomposition:
             for chunk in chunks(flat):
                 left[chunk], values[chunk], right[chunk], error[chunk], route[chunk] = _vectors(flat[chunk])
     u, v = (left, right) if m >= n else (right, left)
-    _fix_signs(u, v)
+    fix_signs(u, v)
     return Decomposition(
         u.reshape(*lead, m, k),
         values.reshape(*lead, k),
@@ -73,7 +43,7 @@ def svd(w: ArrayLike) -> Decomposition:
 
 
 def vectors_workspace(n: int, rows: int, cols: int, itemsize: int) -> int:
-    """Return the bytes that :func:`svd` needs beyond input and output for `n` slices."""
+    """Return the bytes that :func:`diffract_dask.linalg.svd` needs beyond input and output for `n` slices."""
     return max(8 * pieces.PIECE, 8 * (6 * rows * cols + 6 * min(rows, cols) ** 2)) + blas.work_bytes(min(rows, cols))
 
 
@@ -90,7 +60,7 @@ def _vectors(w: NDArray[Any]) -> tuple[Array, Array, Array, Array, Routes]:
     return left, np.ldexp(values, exponent[:, None]), right, error, route
 
 
-def _fix_signs(u: Array, v: Array) -> None:
+def fix_signs(u: Array, v: Array) -> None:
     """Make the entry of largest magnitude in each column of `v` positive, in place."""
     if not v.size:
         return
