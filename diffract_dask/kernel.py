@@ -114,6 +114,9 @@ class Kernel:
         ``(*outputs) -> uint8 array`` over the batch axes: a status where it can say more than "NaN is undefined".
     route : callable, optional
         ``(rows, cols, dtype, params) -> str`` for ``plan.explain()``.
+    partial : Streamed, optional
+        A twin that needs less memory and gives part of the outputs, with the status ``LEADING_ONLY``; it is only used
+        where that is asked for and nothing else fits.
     persist : bool
         False if all outputs are.
     """
@@ -130,6 +133,7 @@ class Kernel:
     workspace: Callable[[int, int, int, int], int] | None = None
     status: Callable[..., Any] | None = None
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None
+    partial: Streamed | None = None
 
     @property
     def persist(self) -> bool:
@@ -193,6 +197,7 @@ def kernel(
     workspace: Callable[[int, int, int, int], int] | None = None,
     status: Callable[..., Any] | None = None,
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None,
+    partial: Streamed | None = None,
     name: str | None = None,
     **outputs: Field,
 ) -> Callable[[F], F]: ...
@@ -207,6 +212,7 @@ def kernel(
     workspace: Callable[[int, int, int, int], int] | None = None,
     status: Callable[..., Any] | None = None,
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None,
+    partial: Streamed | None = None,
     name: str | None = None,
     **outputs: Field,
 ) -> F | Callable[[F], F]:
@@ -249,6 +255,7 @@ def kernel(
             workspace=workspace,
             status=status,
             route=route,
+            partial=partial,
         )
         func.__kernel__ = declared  # type: ignore[attr-defined]
         return func

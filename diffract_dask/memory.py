@@ -16,7 +16,7 @@ import numpy as np
 from diffract_dask import config
 from diffract_dask.errors import OverBudgetError
 from diffract_dask.fields import Field
-from diffract_dask.kernel import WEIGHTS, Kernel
+from diffract_dask.kernel import WEIGHTS, Kernel, Streamed
 from diffract_dask.workers import Resources, active_client, available_bytes, resources, show
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "resources",
     "route",
     "show",
+    "stream_of",
 ]
 
 Call = tuple[Kernel, Mapping[str, Any]]
@@ -62,6 +63,8 @@ class Layout:
         Projected peak of the group's tasks.
     seconds : float
         Rough time of one slice, for the size of batches.
+    partial : bool
+        Kernels that have a twin for part of their outputs run as that, because nothing else fits.
     """
 
     streamed: bool
@@ -71,6 +74,7 @@ class Layout:
     read_bytes: int
     peak_bytes: int
     seconds: float
+    partial: bool = False
 
     def n_blocks(self, n: int) -> int:
         """Return the number of blocks that `n` slices make."""
@@ -88,8 +92,11 @@ def layout(
     linked: bool,
     where: str,
     settings: Mapping[str, Any] | None = None,
+    partial: bool = False,
 ) -> Layout:
     """Choose how `n` slices of one shape are run by `calls`; `linked` ones are hashed while they are read.
+
+    With `partial`, kernels may give part of their outputs where nothing else fits.
 
     Raises
     ------
@@ -113,7 +120,12 @@ def layout(
 
     large = weights > config.parse_size(config.get("stream-above", settings))
     if streamable and (large or whole(1) * have.workers > have.budget):
-        return _streamed(reading, rows, cols, dtype, have, outputs + piece, seconds, where, settings)
+        try:
+            return _streamed(reading, rows, cols, dtype, have, outputs + piece, seconds, where, settings)
+        except OverBudgetError:
+            if not partial or all(kernel.partial is None for kernel, _ in reading):
+                raise
+            return _streamed(reading, rows, cols, dtype, have, outputs + piece, seconds, where, settings, partial)
     if whole(1) > have.per_process:
         names = ", ".join(kernel.name for kernel, _ in reading if kernel.blocks is None) or calls[0][0].name
         raise OverBudgetError(
@@ -140,8 +152,10 @@ def _streamed(
     seconds: float,
     where: str,
     settings: Mapping[str, Any] | None,
+    partial: bool = False,
 ) -> Layout:
-    needs = [kernel.blocks.workspace((rows, cols), dtype) for kernel, _ in reading if kernel.blocks is not None]
+    twins = [stream_of(kernel, partial) for kernel, _ in reading]
+    needs = [twin.workspace((rows, cols), dtype) for twin in twins if twin is not None]
     state = sum(need[0] for need in needs)
     finish = max(need[1] for need in needs)
     read_bytes = config.parse_size(config.get("read-size", settings))
@@ -158,18 +172,24 @@ def _streamed(
         raise OverBudgetError(
             f"{where}: {', '.join(kernel.name for kernel, _ in reading)} needs {show(peak(1))} even when streamed "
             f"(a {k} × {k} float64 matrix is {show(8 * k * k)}); the budget is {show(have.budget)}, "
-            f"{show(have.per_process)} per process. Raise the setting memory-budget, give workers more memory, or "
-            "leave these parameters out with session.filter(…)"
+            f"{show(have.per_process)} per process. Raise the setting memory-budget, give workers more memory, take "
+            "the leading part of spectra with partial=True, or leave these parameters out with session.filter(…)"
         )
-    return Layout(True, 1, spans, 1, read_bytes, peak(spans), seconds)
+    return Layout(True, 1, spans, 1, read_bytes, peak(spans), seconds, partial)
+
+
+def stream_of(kernel: Kernel, partial: bool) -> Streamed | None:
+    """Return the twin of a kernel that reads a slice in spans, if it has one."""
+    return kernel.partial if partial and kernel.partial is not None else kernel.blocks
 
 
 def route(kernel: Kernel, params: Mapping[str, Any], rows: int, cols: int, dtype: np.dtype[Any], chosen: Layout) -> str:
     """Return the name of the route that `kernel` takes in this layout."""
     if WEIGHTS not in kernel.inputs:
         return "batch" if kernel.batch else "per slice"
-    if chosen.streamed and kernel.blocks is not None:
-        return f"{kernel.blocks.route((rows, cols), dtype, params)}, streamed in {chosen.spans} spans"
+    twin = stream_of(kernel, chosen.partial)
+    if chosen.streamed and twin is not None:
+        return f"{twin.route((rows, cols), dtype, params)}, streamed in {chosen.spans} spans"
     if kernel.route is not None:
         return kernel.route(rows, cols, dtype, params)
     return "whole" if kernel.batch else "whole, per slice"
