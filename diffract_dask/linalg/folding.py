@@ -260,7 +260,7 @@ def fold(
     refs = [TaskRef(other) for other in every]
     layer[name] = Task(name, _finish, stream, parts, dict(params or {}), every, TaskRef(merged), *refs)
     # What stays outside are tasks of the arrays' own graphs, as they are there: fused copies would run twice.
-    known = [array for array in (*arrays, given) if array is not None]
+    known = [*(arrays if outside else ()), *([] if given is None else [given])]
     return name, HighLevelGraph.from_collections(name, layer, dependencies=known)
 
 
