@@ -71,3 +71,54 @@ class Streamed:
 
     def peakmem_spectrum(self, shape: tuple[int, int]) -> None:
         self.spectrum(shape)
+
+
+class Lazy:
+    """A Dask array in chunks along both axes, on threads, against Dask's own decompositions."""
+
+    params = ([(20000, 512), (512, 20000)], ["float32", "float64"])
+    tiny = ([(40, 6), (6, 40)], ["float32", "float64"])
+    param_names = ("shape", "dtype")
+
+    def setup(self, shape: tuple[int, int], dtype: str) -> None:
+        import dask.array as da
+
+        weights = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+        self.weights = da.from_array(weights, chunks=(2048, 256) if shape[0] > shape[1] else (256, 2048))
+        self.whole_rows = self.weights.rechunk({int(shape[0] > shape[1]): -1})
+
+    def time_singular_values(self, shape: tuple[int, int], dtype: str) -> None:
+        linalg.singular_values(self.weights).values.compute()
+
+    def time_svd(self, shape: tuple[int, int], dtype: str) -> None:
+        import dask
+
+        dask.compute(*linalg.svd(self.weights)[1:3])
+
+    def time_leading_svd(self, shape: tuple[int, int], dtype: str) -> None:
+        linalg.leading_svd(self.weights, min(16, *shape)).s.compute()
+
+    def time_moments(self, shape: tuple[int, int], dtype: str) -> None:
+        linalg.moments(self.weights).frob_norm.compute()
+
+    def time_dask_svd(self, shape: tuple[int, int], dtype: str) -> None:
+        import dask.array as da
+
+        da.linalg.svd(self.whole_rows)[1].compute()
+
+    def peakmem_singular_values(self, shape: tuple[int, int], dtype: str) -> None:
+        linalg.singular_values(self.weights).values.compute()
+
+
+class Routes:
+    """The routes to the singular values of one matrix, side by side."""
+
+    params = ([(4096, 512), (1024, 1024)], ["gram", "tsqr", "gesdd"])
+    tiny = ([(8, 6)], ["gram", "tsqr", "gesdd"])
+    param_names = ("shape", "route")
+
+    def setup(self, shape: tuple[int, int], route: str) -> None:
+        self.weights = np.random.default_rng(0).standard_normal(shape)
+
+    def time_singular_values(self, shape: tuple[int, int], route: str) -> None:
+        linalg.singular_values(self.weights, method=route)

@@ -15,7 +15,7 @@ from diffract_dask.digests import digest_keys
 from diffract_dask.errors import ModelNotFoundError, StoreChangedError
 from diffract_dask.fields import MISSING, Status
 from diffract_dask.kernel import Keys
-from diffract_dask.plan import Plan, Step, field_attrs
+from diffract_dask.plan import INCOMPLETE, Plan, Step, field_attrs
 from diffract_dask.store import Commit
 from diffract_dask.stored import stored_values
 
@@ -264,7 +264,7 @@ class Writer:
         """Return on which slices of a block the next plan will find that a kernel failed."""
         failed = np.full(bundle.n, bool(step.stored_fields))
         for name in step.stored_fields:
-            failed &= bundle.status[name] == Status.FAILED
+            failed &= np.isin(bundle.status[name], INCOMPLETE)
         if failed.any():
             receives = np.flatnonzero(step.store[to])
             written = np.all([self._may_write(step, name, to[receives]) for name in step.stored_fields], axis=0)

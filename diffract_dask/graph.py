@@ -23,7 +23,7 @@ from diffract_dask.errors import ModelNotFoundError, SourceError, StoreChangedEr
 from diffract_dask.fields import MISSING, Field, Status
 from diffract_dask.kernel import GIVEN, ROUNDING, SHAPE, WEIGHTS, Kernel, Streamed, own_params
 from diffract_dask.linalg import blas_threads
-from diffract_dask.memory import field_bytes
+from diffract_dask.memory import field_bytes, stream_of
 from diffract_dask.plan import Group, Plan, Step
 from diffract_dask.stored import stored_values
 
@@ -204,7 +204,7 @@ def _block(
         call = names.call(step, threads)
         key = (f"{name}-{token}", number)
         if name in streamed:
-            stream = step.kernel.blocks
+            stream = stream_of(step.kernel, group.layout.partial)
             assert stream is not None
             call = call._replace(inputs=tuple(x for x in call.inputs if x != WEIGHTS))
             sources, fixed = _sources(plan, call, where, given, group, n)
@@ -302,7 +302,9 @@ def _streams(
 ) -> dict[str, tuple[str, int]]:
     """Add the tasks that read one slice in spans and merge the states; return the key of each state."""
     streams = {
-        name: plan.steps[name].kernel.blocks for name in group.kernels if WEIGHTS in plan.steps[name].kernel.inputs
+        name: stream_of(plan.steps[name].kernel, group.layout.partial)
+        for name in group.kernels
+        if WEIGHTS in plan.steps[name].kernel.inputs
     }
     wide, read_bytes = group.cols > group.rows, group.layout.read_bytes
     edges = slices.span_edges(group.layout.spans)

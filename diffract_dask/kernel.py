@@ -123,6 +123,9 @@ class Kernel:
         ``(*outputs) -> uint8 array`` over the batch axes: a status where it can say more than "NaN is undefined".
     route : callable, optional
         ``(rows, cols, dtype, params) -> str`` for ``plan.explain()``.
+    partial : Streamed, optional
+        A twin that needs less memory and gives part of the outputs, with the status ``LEADING_ONLY``; it is only used
+        where that is asked for and nothing else fits.
     persist : bool
         False if all outputs are.
     """
@@ -139,6 +142,7 @@ class Kernel:
     workspace: Callable[[int, int, int, int], int] | None = None
     status: Callable[..., Any] | None = None
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None
+    partial: Streamed | None = None
 
     @property
     def persist(self) -> bool:
@@ -202,6 +206,7 @@ def kernel(
     workspace: Callable[[int, int, int, int], int] | None = None,
     status: Callable[..., Any] | None = None,
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None,
+    partial: Streamed | None = None,
     name: str | None = None,
     **outputs: Field,
 ) -> Callable[[F], F]: ...
@@ -216,6 +221,7 @@ def kernel(
     workspace: Callable[[int, int, int, int], int] | None = None,
     status: Callable[..., Any] | None = None,
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None,
+    partial: Streamed | None = None,
     name: str | None = None,
     **outputs: Field,
 ) -> F | Callable[[F], F]:
@@ -258,6 +264,7 @@ def kernel(
             workspace=workspace,
             status=status,
             route=route,
+            partial=partial,
         )
         func.__kernel__ = declared  # type: ignore[attr-defined]
         return func

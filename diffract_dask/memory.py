@@ -7,8 +7,6 @@ outputs and the largest workspace that its kernels state; as many blocks run at 
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +16,21 @@ import numpy as np
 from diffract_dask import config
 from diffract_dask.errors import OverBudgetError
 from diffract_dask.fields import Field
-from diffract_dask.kernel import WEIGHTS, Kernel
+from diffract_dask.kernel import WEIGHTS, Kernel, Streamed
+from diffract_dask.workers import Resources, active_client, available_bytes, resources, show
 
-__all__ = ["Layout", "Resources", "available_bytes", "field_bytes", "layout", "resources", "route", "show"]
+__all__ = [
+    "Layout",
+    "Resources",
+    "active_client",
+    "available_bytes",
+    "field_bytes",
+    "layout",
+    "resources",
+    "route",
+    "show",
+    "stream_of",
+]
 
 Call = tuple[Kernel, Mapping[str, Any]]
 
@@ -31,33 +41,6 @@ _FLOPS = 2e10  # order of magnitude of one core in float64; only the sizes of bl
 _BYTES_PER_SECOND = 1e9
 _PIECE_BYTES = 2 * 16 * 2**20  # digests of linked slices: a piece of the file, and the one before it
 _READ_BUFFERS = 3  # the block in use, the one read ahead, and its decoded copy
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Where tasks will run.
-
-    Attributes
-    ----------
-    workers : int
-        Tasks that run at once.
-    processes : int
-        Processes that they are spread over.
-    budget : int
-        Bytes that all tasks may use at once.
-    distributed : bool
-        A :class:`distributed.Client` is active.
-    """
-
-    workers: int
-    processes: int
-    budget: int
-    distributed: bool
-
-    @property
-    def per_process(self) -> int:
-        """Bytes that the tasks of one process may use."""
-        return self.budget // self.processes
 
 
 @dataclass(frozen=True)
@@ -80,6 +63,8 @@ class Layout:
         Projected peak of the group's tasks.
     seconds : float
         Rough time of one slice, for the size of batches.
+    partial : bool
+        Kernels that have a twin for part of their outputs run as that, because nothing else fits.
     """
 
     streamed: bool
@@ -89,72 +74,11 @@ class Layout:
     read_bytes: int
     peak_bytes: int
     seconds: float
+    partial: bool = False
 
     def n_blocks(self, n: int) -> int:
         """Return the number of blocks that `n` slices make."""
         return math.ceil(n / self.per_block)
-
-
-def show(nbytes: float) -> str:
-    """Return bytes for people.
-
-    >>> show(3 * 2**20)
-    '3 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
-            return f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:.0f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
-
-
-def available_bytes() -> int:
-    """Return the memory that this process may still take: what is free, or the control group's limit."""
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as handle:
-                text = handle.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return min(free, int(text))
-    return free
-
-
-def resources(settings: Mapping[str, Any] | None = None) -> Resources:
-    """Return the active distributed client's workers, or this process's threads, with the memory budget."""
-    wanted = config.get("memory-budget", settings)
-    client = active_client()
-    if client is not None:
-        workers = client.scheduler_info(n_workers=-1)["workers"].values()
-        threads = sum(int(worker["nthreads"]) for worker in workers)
-        limits = [int(worker["memory_limit"]) for worker in workers if worker.get("memory_limit")]
-        processes = max(1, len(workers))
-        limit = min(limits) * processes if limits else available_bytes()
-        budget = config.parse_size(wanted) if wanted is not None else int(0.6 * limit)
-        return Resources(max(1, threads), processes, budget, True)
-    count = config.number("threads", settings) or _cores()
-    budget = config.parse_size(wanted) if wanted is not None else int(0.6 * available_bytes())
-    return Resources(int(count), 1, budget, False)
-
-
-def active_client() -> Any | None:
-    """Return the active :class:`distributed.Client`, or None; never imports distributed."""
-    if "distributed" not in sys.modules:
-        return None
-    from distributed import default_client
-
-    try:
-        return default_client()  # type: ignore[no-untyped-call]
-    except ValueError:
-        return None
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def layout(
@@ -168,8 +92,11 @@ def layout(
     linked: bool,
     where: str,
     settings: Mapping[str, Any] | None = None,
+    partial: bool = False,
 ) -> Layout:
     """Choose how `n` slices of one shape are run by `calls`; `linked` ones are hashed while they are read.
+
+    With `partial`, kernels may give part of their outputs where nothing else fits.
 
     Raises
     ------
@@ -193,7 +120,12 @@ def layout(
 
     large = weights > config.parse_size(config.get("stream-above", settings))
     if streamable and (large or whole(1) * have.workers > have.budget):
-        return _streamed(reading, rows, cols, dtype, have, outputs + piece, seconds, where, settings)
+        try:
+            return _streamed(reading, rows, cols, dtype, have, outputs + piece, seconds, where, settings)
+        except OverBudgetError:
+            if not partial or all(kernel.partial is None for kernel, _ in reading):
+                raise
+            return _streamed(reading, rows, cols, dtype, have, outputs + piece, seconds, where, settings, partial)
     if whole(1) > have.per_process:
         names = ", ".join(kernel.name for kernel, _ in reading if kernel.blocks is None) or calls[0][0].name
         raise OverBudgetError(
@@ -220,8 +152,10 @@ def _streamed(
     seconds: float,
     where: str,
     settings: Mapping[str, Any] | None,
+    partial: bool = False,
 ) -> Layout:
-    needs = [kernel.blocks.workspace((rows, cols), dtype) for kernel, _ in reading if kernel.blocks is not None]
+    twins = [stream_of(kernel, partial) for kernel, _ in reading]
+    needs = [twin.workspace((rows, cols), dtype) for twin in twins if twin is not None]
     state = sum(need[0] for need in needs)
     finish = sum(need[1] for need in needs)  # those of several kernels may run at once
     read_bytes = config.parse_size(config.get("read-size", settings))
@@ -240,18 +174,24 @@ def _streamed(
         raise OverBudgetError(
             f"{where}: {', '.join(kernel.name for kernel, _ in reading)} needs {show(peak(1))} even when streamed "
             f"(a {k} × {k} float64 matrix is {show(8 * k * k)}); the budget is {show(have.budget)}, "
-            f"{show(have.per_process)} per process. Raise the setting memory-budget, give workers more memory, or "
-            "leave these parameters out with session.filter(…)"
+            f"{show(have.per_process)} per process. Raise the setting memory-budget, give workers more memory, take "
+            "the leading part of spectra with partial=True, or leave these parameters out with session.filter(…)"
         )
-    return Layout(True, 1, spans, 1, read_bytes, peak(spans), seconds)
+    return Layout(True, 1, spans, 1, read_bytes, peak(spans), seconds, partial)
+
+
+def stream_of(kernel: Kernel, partial: bool) -> Streamed | None:
+    """Return the twin of a kernel that reads a slice in spans, if it has one."""
+    return kernel.partial if partial and kernel.partial is not None else kernel.blocks
 
 
 def route(kernel: Kernel, params: Mapping[str, Any], rows: int, cols: int, dtype: np.dtype[Any], chosen: Layout) -> str:
     """Return the name of the route that `kernel` takes in this layout."""
     if WEIGHTS not in kernel.inputs:
         return "batch" if kernel.batch else "per slice"
-    if chosen.streamed and kernel.blocks is not None:
-        return f"{kernel.blocks.route((rows, cols), dtype, params)}, streamed in {chosen.spans} spans"
+    twin = stream_of(kernel, chosen.partial)
+    if chosen.streamed and twin is not None:
+        return f"{twin.route((rows, cols), dtype, params)}, streamed in {chosen.spans} spans"
     if kernel.route is not None:
         return kernel.route(rows, cols, dtype, params)
     return "whole" if kernel.batch else "whole, per slice"

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from diffract_dask.store import Store
     from diffract_dask.view import View
 
-__all__ = ["Group", "ModelStep", "Plan", "Step", "field_attrs", "labels", "make_plan", "model_keys"]
+__all__ = ["INCOMPLETE", "Group", "ModelStep", "Plan", "Step", "field_attrs", "labels", "make_plan", "model_keys"]
+
+INCOMPLETE = (Status.FAILED, Status.LEADING_ONLY)
+"""Statuses of values that keep the key of what they should be; what is computed from them has another key."""
 
 Mask = NDArray[np.bool_]
 Index = NDArray[np.intp]
@@ -146,6 +149,7 @@ class Plan:
     scope: Mask
     whole_models: bool
     resources: memory.Resources
+    partial: bool = False
     groups: list[Group] = field(default_factory=list)
     reader: Any = None  # of stored arrays, made by who first reads one
 
@@ -237,6 +241,7 @@ def make_plan(
     unreadable: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
     grouped: bool = True,
+    partial: bool = False,
 ) -> Plan:
     """Decide what must run so that `fields` are stored and fresh for the selected parameters.
 
@@ -258,6 +263,9 @@ def make_plan(
         Settings of the session.
     grouped : bool
         False for a plan that is only looked at: it cannot be run.
+    partial : bool
+        Where a whole spectrum does not fit, take its leading part. Without it, leading parts that are stored are
+        computed anew.
 
     Raises
     ------
@@ -274,7 +282,7 @@ def make_plan(
     roots = {kernel.name: kernel.root(chosen[kernel.name]) for kernel in kernels}
     cells = Cells.of_view(view)
     scope = selected[cells.model, cells.name]
-    plan = Plan(tuple(fields), view, cells, registry, kernels, roots, {}, {}, scope, whole_models, resources)
+    plan = Plan(tuple(fields), view, cells, registry, kernels, roots, {}, {}, scope, whole_models, resources, partial)
     keys: dict[str, Keys] = {}
     for kernel in kernels:
         if kernel.level == "slice":
@@ -322,8 +330,10 @@ def _step(plan: Plan, kernel: Kernel, params: dict[str, Any], key: Keys, retry_f
         held = (status != MISSING) & (status != Status.INGESTED)
         if retry_failed:
             held &= status != Status.FAILED
+        if not plan.partial:
+            held &= status != Status.LEADING_ONLY
         usable &= held
-        failed &= status == Status.FAILED
+        failed &= np.isin(status, INCOMPLETE)
         if name in asked:
             fresh &= held
     failed &= usable
@@ -511,6 +521,7 @@ def _groups(plan: Plan, store: Store, unreadable: Collection[str], settings: Map
                 linked=linked,
                 where=f"{model_id}: {rows} × {cols} {dtype}",
                 settings=settings,
+                partial=plan.partial,
             )
             at = mine[members][np.argsort(rows_in_model[members])]
             row_of = np.sort(rows_in_model[members])

@@ -176,6 +176,7 @@ class ResultsOf:
             resources=unlimited,
             settings=self.settings,
             grouped=False,
+            partial=True,
         )
 
     def _warn_if_stale(self, plan: Plan | None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -324,7 +324,12 @@ class Compute(_NameSpace):
     """``session.compute``: plan, compute, declare and configure kernels."""
 
     def apply(
-        self, *fields: str, params: Params | None = None, retry_failed: bool = False, progress: bool | None = None
+        self,
+        *fields: str,
+        params: Params | None = None,
+        retry_failed: bool = False,
+        progress: bool | None = None,
+        partial: bool = False,
     ) -> ApplySummary:
         """Compute what is missing or stale of `fields` for the models in scope, and store it.
 
@@ -339,6 +344,8 @@ class Compute(_NameSpace):
             Run kernels again where they raised before.
         progress : bool, optional
             Show a progress bar; default: only on a terminal.
+        partial : bool
+            Where a whole spectrum does not fit in the budget, compute its leading part; what needs the rest is NaN.
 
         Raises
         ------
@@ -347,7 +354,7 @@ class Compute(_NameSpace):
         OverBudgetError
             Something fits in memory in no form; raised before anything runs.
         """
-        plan = self._plan(_named(fields), params, retry_failed)
+        plan = self._plan(_named(fields), params, retry_failed, partial=partial)
         self._warn_if_empty(plan)
         results.warn_of_broken_links(self._store, self._selection, stacklevel=2)
         if self._store.read_only and not plan.nothing_to_do:
@@ -355,19 +362,23 @@ class Compute(_NameSpace):
         return run_plan(
             plan,
             self._store,
-            replan=lambda unreadable: self._plan(fields, params, retry_failed, unreadable, retried=True),
+            replan=lambda unreadable: self._plan(
+                fields, params, retry_failed, unreadable, retried=True, partial=partial
+            ),
             settings=self._state.settings,
             progress=progress,
         )
 
-    def plan(self, *fields: str, params: Params | None = None, retry_failed: bool = False) -> Plan:
+    def plan(
+        self, *fields: str, params: Params | None = None, retry_failed: bool = False, partial: bool = False
+    ) -> Plan:
         """Return what :meth:`apply` would run; ``.explain()`` tells on how many slices, by which route and why."""
         results.warn_of_broken_links(self._store, self._selection, stacklevel=2)
-        return self._plan(_named(fields), params, retry_failed)
+        return self._plan(_named(fields), params, retry_failed, partial=partial)
 
-    def lazy(self, *fields: str, params: Params | None = None) -> xr.Dataset:
+    def lazy(self, *fields: str, params: Params | None = None, partial: bool = False) -> xr.Dataset:
         """Return `fields` as lazy arrays over (model_id, name); nothing is computed or stored."""
-        plan = self._plan(_named(fields), params, False)
+        plan = self._plan(_named(fields), params, False, partial=partial)
         results.warn_of_broken_links(self._store, self._selection, stacklevel=2)
         return lazy_dataset(plan, self._store)
 
@@ -378,8 +389,9 @@ class Compute(_NameSpace):
         retry_failed: bool,
         unreadable: Collection[str] = (),
         retried: bool = False,
+        partial: bool = False,
     ) -> Plan:
-        make = partial(
+        make = functools.partial(
             make_plan,
             list(dict.fromkeys(fields)),
             store=self._store,
@@ -391,6 +403,7 @@ class Compute(_NameSpace):
             retried=retried,
             unreadable=unreadable,
             settings=self._state.settings,
+            partial=partial,
         )
         for _ in range(_LOOKS):
             view = self._store.view()

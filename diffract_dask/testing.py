@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 __all__ = [
+    "bestiary",
     "encode",
+    "frank",
     "hilbert",
     "kahan",
     "lauchli",
@@ -152,6 +154,83 @@ def kahan(n: int, theta: float = 1.2) -> NDArray[np.float64]:
     """
     rows = np.triu(np.full((n, n), -np.cos(theta)), 1) + np.eye(n)
     return np.asarray(np.sin(theta) ** np.arange(n)[:, None] * rows, dtype=np.float64)
+
+
+def frank(n: int) -> NDArray[np.float64]:
+    """Return Frank's n × n upper Hessenberg matrix, whose determinant is 1 and whose small values are delicate.
+
+    Examples
+    --------
+    >>> frank(3)
+    array([[3., 2., 1.],
+           [2., 2., 1.],
+           [0., 1., 1.]])
+    """
+    i = np.arange(1.0, n + 1)
+    return np.where(i[None, :] >= i[:, None] - 1, n + 1.0 - np.maximum(i[:, None], i[None, :]), 0.0)
+
+
+def bestiary(dtype: str = "float64", n: int = 10) -> dict[str, NDArray[Any]]:
+    """Return matrices on which numerics break, by name, rounded to a stored dtype.
+
+    Läuchli's, Hilbert's, Kahan's, Frank's; geometric and clustered spectra of condition 1 to 1e16; exact low rank,
+    graded rows, constant, zero, identity, orthogonal; scales of 1e±30 and 1e±300, subnormal numbers, entries of very
+    different size; one row, one column, wide. What the dtype cannot hold is left out.
+
+    Parameters
+    ----------
+    dtype : str
+        A NumPy dtype name, or ``"bfloat16"`` (needs ml_dtypes).
+    n : int
+        Smaller side of most of them.
+
+    Examples
+    --------
+    >>> sorted(set(bestiary()) - set(bestiary("float32")))
+    ['mixed', 'scale 1e-300', 'scale 1e300', 'subnormal']
+    """
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        kind = np.dtype(ml_dtypes.bfloat16)
+    else:
+        kind = np.dtype(dtype)
+    rng = np.random.default_rng(7)
+    g = rng.standard_normal((n + 4, n))
+    made = {
+        "lauchli": lauchli(n, 1e-9),
+        "hilbert": hilbert(n),
+        "kahan": kahan(n),
+        "frank": frank(n),
+        "rank 3": (rng.integers(-5, 6, (n + 4, 3)) @ rng.integers(-5, 6, (3, n))).astype(np.float64),
+        "graded rows": g * np.logspace(0, -7, n + 4)[:, None],
+        "graded columns": g * np.logspace(0, -12, n),
+        "constant": np.full((n + 2, n), 0.7),
+        "zero": np.zeros((n, n - 1)),
+        "identity": np.eye(n),
+        "orthogonal": matrix_with_spectrum(np.ones(n), n, n),
+        "offset": 1.0 + 1e-3 * g,
+        "one large": np.where(np.arange(g.size).reshape(g.shape) == 7, 1e4, g),
+        "mixed": g * 10.0 ** rng.integers(-150, 150, g.shape),
+        "scale 1e30": 1e30 * g,
+        "scale 1e-30": 1e-30 * g,
+        "scale 1e300": 1e300 * g,
+        "scale 1e-300": 1e-300 * g,
+        "float32 subnormal": 1e-42 * g,
+        "subnormal": 1e-312 * g,
+        "row": g[:1],
+        "column": g[:, :1],
+        "entry": g[:1, :1],
+        "wide": g.T.copy(),
+    }
+    for power in (0, 2, 4, 8, 12, 16):
+        made[f"geometric 1e{power}"] = matrix_with_spectrum(np.logspace(0, -power, n), n + 3, n, power)
+        made[f"clustered 1e{power}"] = matrix_with_spectrum([*[1.0] * (n // 2), *[10.0**-power] * (n // 2)], n, n)
+    with np.errstate(all="ignore"):
+        rounded = {name: w.astype(kind) for name, w in made.items()}
+        held = {name: np.isfinite(w.astype(np.float64)).all() for name, w in rounded.items()}
+    lost = {name for name, w in made.items() if w.any() and not rounded[name].any()}
+    return {name: w for name, w in rounded.items() if held[name] and name not in lost}
 
 
 def random_model(

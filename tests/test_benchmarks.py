@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accuracy, run, workloads
+from benchmarks import accuracy, large, run, workloads
 from benchmarks.peers import bare_numpy, catalogue, fits, side_by_side
 
 CASES = list(run.cases(tiny=True))
@@ -64,6 +64,18 @@ def test_written_safetensors_are_read_by_others(tmp_path: Path) -> None:
     workloads.write_safetensors(path, 10, 3, block=4)
     assert load_file(path)["weight"].shape == (10, 3)
     assert math.isfinite(bare_numpy.rows(path, path.stat().st_size - 120, (10, 3), block=4))
+
+
+@pytest.mark.parametrize("subject", sorted(large.PARTS))
+def test_large_runs_tiny(tmp_path: Path, subject: str) -> None:
+    for part, run_part in large.PARTS[subject].items():
+        if part != "cluster":
+            assert run_part(tmp_path, 0.01)["apply"] > 0, part
+
+
+def test_llama_at_full_size_is_eight_gigabytes() -> None:
+    sizes = [4 * math.prod(shape) for shape in large.llama_shapes(1.0).values()]
+    assert 7.5e9 < sum(sizes) < 9e9
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from diffract_dask import blas, linalg
 from diffract_dask.errors import MatrixError
+from diffract_dask.linalg import dense, pieces
 
 EPS32 = float(np.finfo(np.float32).eps)
 
@@ -31,9 +32,9 @@ def _one_blas_thread() -> Iterator[None]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut matrices of a few thousand entries as real ones of millions are."""
-    monkeypatch.setattr(linalg, "PIECE", 1 << 13)
-    monkeypatch.setattr(linalg, "GROUP", 1 << 12)
-    monkeypatch.setattr(linalg, "_MIN_ROWS", 16)
+    monkeypatch.setattr(pieces, "PIECE", 1 << 13)
+    monkeypatch.setattr(pieces, "GROUP", 1 << 12)
+    monkeypatch.setattr(pieces, "MIN_ROWS", 16)
 
 
 def lauchli(e: float) -> NDArray[Any]:
@@ -170,7 +171,7 @@ def test_pieces_of_different_scale(exponents: tuple[int, int]) -> None:
 def test_lauchli_is_lost_by_the_gram_matrix_alone() -> None:
     e = 1e-9
     assert linalg.singular_values(lauchli(e)).values == pytest.approx([e, np.sqrt(2 + e * e)], rel=1e-6)
-    assert np.linalg.eigvalsh(linalg.gram(lauchli(e)))[0] < 1e-20
+    assert np.linalg.eigvalsh(linalg.gram(lauchli(e)).values)[0] < 1e-20
 
 
 @pytest.mark.parametrize("shape", [(20, 20), (300, 30), (250, 60), (60, 250), (90, 90)])
@@ -348,12 +349,12 @@ def test_lapack_failure_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, 
     batch = gaussian(3, 6, 4)
     expected = np.linalg.svd(batch, compute_uv=False)[..., ::-1]
     route = "scaled_gram" if gesvd_fails else "gesvd"
-    monkeypatch.setattr(linalg, "_gesdd", failing)
-    monkeypatch.setattr(linalg, "_gesdd_vectors", failing)
+    monkeypatch.setattr(dense, "gesdd", failing)
+    monkeypatch.setattr(dense, "gesdd_vectors", failing)
     monkeypatch.setattr(blas, "svdvals", failing)
     if gesvd_fails:
-        monkeypatch.setattr(linalg, "_gesvd", failing)
-        monkeypatch.setattr(linalg, "_gesvd_vectors", failing)
+        monkeypatch.setattr(dense, "gesvd", failing)
+        monkeypatch.setattr(dense, "gesvd_vectors", failing)
     result = linalg.singular_values(batch)
     assert (np.abs(result.values - expected).max(axis=-1) <= result.error).all()
     assert [linalg.ROUTES[int(r)] for r in result.route] == [route] * 3
@@ -366,8 +367,8 @@ def test_lapack_failure_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_everything_failing_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_gesdd", "_gesvd", "_gesdd_vectors", "_gesvd_vectors", "_gram_vectors"):
-        monkeypatch.setattr(linalg, name, failing)
+    for name in ("gesdd", "gesvd", "gesdd_vectors", "gesvd_vectors", "gram_vectors"):
+        monkeypatch.setattr(dense, name, failing)
     monkeypatch.setattr(np.linalg, "eigvalsh", failing)
     monkeypatch.setattr(blas, "svdvals", failing)
     monkeypatch.setattr(blas, "eigenvalues", failing)
@@ -427,16 +428,17 @@ def test_gram() -> None:
         w = gaussian(*shape)
         tall = w if shape[-2] >= shape[-1] else w.swapaxes(-1, -2)
         expected = tall.swapaxes(-1, -2) @ tall
-        assert np.allclose(linalg.gram(w), expected, rtol=1e-14, atol=1e-14)
+        assert np.allclose(linalg.gram(w).values, expected, rtol=1e-14, atol=1e-14)
         for order in ("C", "F"):
             out = np.full(expected.shape, np.nan, order=order)
-            assert linalg.gram(w, out=out) is out
+            assert linalg.gram(w, out=out).values is out
             assert np.allclose(out, expected, rtol=1e-14, atol=1e-14)
     for large in (gaussian(120, 70), gaussian(70, 120), gaussian(120, 70)[::-1, ::2]):
-        result = linalg.gram(large.astype(np.float32))
+        result, error, _ = linalg.gram(large.astype(np.float32))
         tall = (large if large.shape[0] >= large.shape[1] else large.T).astype(np.float32)
         tall = tall.astype(np.float64)
         assert np.array_equal(result, result.T)
+        assert 1e-13 < error < 1e-9
         assert np.allclose(result, tall.T @ tall, rtol=1e-12, atol=1e-10)
 
 

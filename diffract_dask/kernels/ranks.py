@@ -147,7 +147,8 @@ def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.flo
     Returns
     -------
     float64 array (...,)
-        A count; 0 for a zero matrix, NaN for a NaN spectrum.
+        A count; 0 for a zero matrix, NaN for a NaN spectrum, and for one of which the leading part alone is known
+        where all of that counts.
 
     Raises
     ------
@@ -176,8 +177,10 @@ def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.flo
     ratio = _relative(weights_svals)
     with np.errstate(invalid="ignore", under="ignore"):
         count = np.count_nonzero(np.square(ratio) > rtol, axis=-1)
+    known = np.count_nonzero(~np.isnan(ratio), axis=-1)
     greatest = np.asarray(weights_svals, np.float64)[..., -1]
-    return np.where(np.isfinite(greatest), count, np.nan)
+    cut_short = (known < ratio.shape[-1]) & (count == known) & (greatest > 0)
+    return np.where(np.isfinite(greatest) & ~cut_short, count, np.nan)
 
 
 @kernel(

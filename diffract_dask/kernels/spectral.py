@@ -18,14 +18,16 @@ __all__ = ["esd", "esd_max", "esd_min", "max_weights_sval", "min_weights_sval", 
 
 _NON_FINITE = "the weights hold NaN or infinity"
 _FALLBACKS = [code for code, name in linalg.ROUTES.items() if name in ("gesvd", "scaled_gram")]
+(_LEADING,) = [code for code, name in linalg.ROUTES.items() if name == "leading"]
 
 
 def spectrum_status(
     weights_svals: NDArray[np.float64], weights_svals_error: NDArray[np.float64], weights_svals_route: NDArray[Any]
 ) -> NDArray[np.uint8]:
-    """Return NON_FINITE for a spectrum that is NaN, FELL_BACK where the first method failed."""
+    """Return NON_FINITE where a spectrum is NaN, LEADING_ONLY where part of it is, FELL_BACK if a method failed."""
     status = np.where(np.isin(weights_svals_route, _FALLBACKS), Status.FELL_BACK, Status.OK)
-    return np.where(np.isnan(weights_svals).any(axis=-1), Status.NON_FINITE, status).astype(np.uint8)
+    missing = np.where(np.asarray(weights_svals_route) == _LEADING, Status.LEADING_ONLY, Status.NON_FINITE)
+    return np.where(np.isnan(weights_svals).any(axis=-1), missing, status).astype(np.uint8)
 
 
 def _vectors_workspace(n: int, rows: int, cols: int, itemsize: int) -> int:
@@ -61,11 +63,12 @@ def _route(rows: int, cols: int, dtype: np.dtype[Any], params: Mapping[str, Any]
         valid_range=(0.0, float(max(linalg.ROUTES))),
         nan="never",
     ),
-    version=1,
+    version=2,
     blocks=linalg.SpectrumStream(),
     workspace=linalg.values_workspace,
     status=spectrum_status,
     route=_route,
+    partial=linalg.LeadingStream(),
 )
 def singular_values(
     weights: ArrayLike, *, rtol: float | None = None
@@ -84,7 +87,8 @@ def singular_values(
     Returns
     -------
     weights_svals : float64 array (..., k)
-        ``k = min(m, n)``, in units of the weights. NaN for a matrix with a non-finite entry.
+        ``k = min(m, n)``, in units of the weights. NaN for a matrix with a non-finite entry; with ``partial=True``, of
+        a matrix for which k × k does not fit, all but the leading ones.
     weights_svals_error : float64 array (...,)
         In units of the weights.
     weights_svals_route : int8 array (...,)
