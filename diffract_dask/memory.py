@@ -160,7 +160,7 @@ def _streamed(
     finish = sum(need[1] for need in needs)  # those of several kernels may run at once
     read_bytes = config.parse_size(config.get("read-size", settings))
     buffers = _READ_BUFFERS * max(read_bytes, min(rows, cols) * 8)
-    again = sum(buffers for kernel, _ in reading if getattr(kernel.blocks, "rereads", False))
+    again = sum(buffers for kernel, _ in reading if getattr(stream_of(kernel, partial), "rereads", False))
     last = state + finish + again + outputs
 
     def peak(spans: int) -> int:

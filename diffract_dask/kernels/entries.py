@@ -18,7 +18,7 @@ _NO_ENTRY = "no entry is finite"
 
 def _workspace(n: int, rows: int, cols: int, itemsize: int) -> int:
     pieces = rows * cols // moments.PIECE + 1
-    return moments.workspace_bytes() + 2048 * pieces + 512 * n
+    return moments.workspace_bytes(itemsize) + 2048 * pieces + 512 * n
 
 
 def entry_status(*outputs: NDArray[np.float64]) -> NDArray[np.uint8]:
