@@ -47,12 +47,12 @@ def test_lazy_results_hold_a_few_blocks(what: str, rows: int, cols: int, schedul
 SESSION = """
 from diffract_dask.testing import write_safetensors
 import numpy as np
+dask.config.set({"diffract_dask.stream-above": "1 MB"})
 session = Session(sys.argv[1])
 rng = np.random.default_rng(0)
 warm = {"w.weight": rng.standard_normal((900, 700)).astype(sys.argv[3])}
 session.models.add(warm, "warm")
-with dask.config.set({"diffract_dask.stream-above": "1 B"}):
-    session.compute.apply("nuclear_norm", "weights_mean")
+session.compute.apply("nuclear_norm", "weights_mean")
 session.models.add(sys.argv[2], "m", link=True)
 plan = session.compute.plan("nuclear_norm", "weights_mean")
 assert "streamed in" in plan.explain()
@@ -100,8 +100,6 @@ def test_in_a_worker_that_the_matrix_would_not_fit(tmp_path: Path) -> None:
     ):
         assert session.compute.plan("nuclear_norm").peak_bytes < 0.6 * 600 * MiB
         session.compute.apply("nuclear_norm", "frob_norm")
-        logs = "\n".join(text for lines in client.get_worker_logs().values() for _, text in lines)
-        nanny = "\n".join(text for lines in client.get_worker_logs(nanny=True).values() for _, text in lines)
-    assert "memory" not in logs.lower(), logs
-    assert "restart" not in nanny.lower(), nanny
+        logs = [*client.get_worker_logs().values(), *client.get_worker_logs(nanny=True).values()]
+    assert [text for lines in logs for level, text in lines if level not in ("INFO", "DEBUG")] == []
     assert not session.results.dataset("nuclear_norm").nuclear_norm.isnull().any()
