@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import integrate, optimize, special, stats
 
-from diffract_dask import expint, powerlaw, tails
+from diffract_dask import powerlaw
 from diffract_dask.errors import ConfigurationError
-from diffract_dask.families import FAMILIES
 from diffract_dask.fields import Status
-from diffract_dask.powerlaw import bootstrap_p_value, compare, fit, fit_discrete, log_density
+from diffract_dask.powerlaw import bootstrap_p_value, compare, expint, fit, fit_discrete, log_density, tails
+from diffract_dask.powerlaw.families import FAMILIES
 
 DATA = Path(__file__).parent / "data"
 Array = NDArray[np.float64]
