@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from test_kernels import FITS, MODEL_FITS, REGISTRY, evaluate, fixture
+from reference import MODEL_FITS
+from test_kernels import FITS, REGISTRY, evaluate, fixture
 
 from diffract_dask import Session, kernels, powerlaw, testing
 from diffract_dask.blas import blas_threads
