@@ -260,11 +260,18 @@ MODEL: dict[str, Callable[[Sequence[Matrix]], float]] = {
 # Heavy tails: of the spectrum above what counts as zero
 
 
+def _doubt(w: Matrix) -> Any:
+    """Return by how much float64 weights, and LAPACK as `linalg.relative_error` states it, may move singular values."""
+    lapack = (4 + mp.sqrt(min(w.shape)) / 4 + mp.sqrt(max(w.shape)) / 64) * mp.mpf(2) ** -52 * _mp_svals(w)[-1]
+    return mp.mpf(2) ** -53 * _frob(w) + lapack
+
+
+def _numerical_rank(w: Matrix) -> float:
+    return sum(s > _doubt(w) for s in _mp_svals(w)) if np.isfinite(w).all() else math.nan
+
+
 def _esd_zero(w: Matrix) -> float:
-    """Return what weights in float64 and LAPACK's errors, as `linalg.relative_error` states them, leave in doubt."""
-    s, short, long = _mp_svals(w), min(w.shape), max(w.shape)
-    lapack = (4 + mp.sqrt(short) / 4 + mp.sqrt(long) / 64) * mp.mpf(2) ** -52 * s[-1]
-    return float((mp.mpf(2) ** -53 * _frob(w) + lapack) ** 2 / long)
+    return float(_doubt(w) ** 2 / max(w.shape))
 
 
 def _of_spectrum(definition: Callable[[Matrix, float], float]) -> Callable[[Matrix], float]:
@@ -272,6 +279,7 @@ def _of_spectrum(definition: Callable[[Matrix, float], float]) -> Callable[[Matr
 
 
 FITS: dict[str, Callable[[Matrix], float]] = {
+    "numerical_rank": _numerical_rank,
     "esd_zero": _esd_zero,
     **{name: _of_spectrum(definition) for name, definition in TAILS.items()},
 }

@@ -124,7 +124,7 @@ def _cut_off_in_float(y: float, w: float) -> tuple[float, float]:
     steep = 1 + 1 / y
     if steep > 2 and w >= 1 / (steep - 2):
         return steep, 0.0
-    flat = math.exp(optimize.brentq(lambda c: math.log(_means(1.0, math.exp(c))[2] / w), -60, 60, xtol=1e-13))
+    flat = math.exp(optimize.brentq(lambda c: math.log(_means(1.0, math.exp(c))[2] / w), -200, 60, xtol=1e-13))
     if y >= _means(1.0, flat)[1]:
         return 1.0, flat
 
@@ -350,13 +350,13 @@ def presence(esd: Spectrum, xmin: float) -> float:
     return (high - xmin) / (high - low) if high > low else math.nan
 
 
-def determinant(esd: Spectrum) -> tuple[float, float]:
+def determinant(esd: Spectrum, zero: float) -> tuple[float, float]:
     """Return the number of the largest eigenvalues whose product in units of the mean is below one, and the least."""
-    if not np.isfinite(esd).all() or not esd[-1] > (1 + MIN_SPREAD) * esd[0]:
+    kept = [x if x > zero else 0.0 for x in esd.tolist()]
+    if not np.isfinite(esd).all() or not kept[-1] > (1 + MIN_SPREAD) * kept[0]:
         return math.nan, math.nan
-    average, total = mean([mp.mpf(float(x)) for x in esd]), mp.zero
-    for k in range(1, len(esd) + 1):
-        value = float(esd[-k])
+    average, total = mean([mp.mpf(x) for x in kept]), mp.zero
+    for k, value in enumerate(reversed(kept), 1):
         total = total + mp.log(mp.mpf(value) / average) if value > 0 else mp.ninf
         if total < 0:
             return float(k), value
@@ -394,14 +394,13 @@ def _alpha_weighted(esd: Spectrum, zero: float) -> float:
 
 
 TAILS: dict[str, Callable[[Spectrum, float], float]] = {
-    "numerical_rank": lambda esd, zero: math.nan if np.isnan(esd).any() else sum(x > zero for x in esd.tolist()),
     **_numbers("pl", "power_law", ["alpha"]),
     **_numbers("tpl", "truncated_power_law", ["alpha", "lambda"]),
     **_numbers("expon", "exponential", ["lambda"]),
     **_numbers("lognormal", "lognormal", ["mu", "sigma"]),
     "pl_alpha_weighted": _alpha_weighted,
-    "detx_num": lambda esd, zero: determinant(esd)[0],
-    "detx_esd_xmin": lambda esd, zero: determinant(esd)[1],
+    "detx_num": lambda esd, zero: determinant(esd, zero)[0],
+    "detx_esd_xmin": lambda esd, zero: determinant(esd, zero)[1],
     "pl_expon_ratio": lambda esd, zero: ratio(esd, zero, "exponential")[0],
     "pl_expon_p_value": lambda esd, zero: ratio(esd, zero, "exponential")[1],
     "pl_lognormal_ratio": lambda esd, zero: ratio(esd, zero, "lognormal")[0],

@@ -463,20 +463,26 @@ def test_determinant_of_thousands_of_eigenvalues_in_the_log_domain() -> None:
     angle = np.linspace(0.0, math.pi / 2, 200_001)
     share = (2 * angle - np.sin(2 * angle)) / math.pi  # of the eigenvalues, those above 4 cos²(angle)
     esd = 4 * np.cos(np.interp((np.arange(4096) + 0.5) / 4096, share, angle)) ** 2
-    num, lower = kernels.detx(np.sort(esd))
+    num, lower = kernels.detx(np.sort(esd), 0.0)
     assert num == pytest.approx(2994, abs=2)
     assert lower == np.sort(esd)[4096 - int(num)]
 
 
-@pytest.mark.parametrize("values", [np.ones(5), np.zeros(5), np.full(5, np.nan)])
+@pytest.mark.parametrize("values", [np.ones(5), np.linspace(1.0, 1.02, 5), np.zeros(5), np.full(5, np.nan)])
 def test_determinant_of_a_spectrum_without_a_tail(values: Array) -> None:
-    assert np.isnan(kernels.detx(values)).all()
+    assert np.isnan(kernels.detx(values, 0.0)).all()
+
+
+def test_determinant_does_not_count_rounding_errors() -> None:
+    noisy, clean = [1e-33, 3e-32, 1.0, 3.0], [0.0, 0.0, 1.0, 3.0]
+    assert kernels.detx(noisy, 1e-30) == kernels.detx(clean, 0.0) == (3.0, 0.0)
+    assert np.isfinite(kernels.detx(np.linspace(1.0, 1.02, 5), 0.0, min_spread=0.0)).all()
 
 
 @pytest.mark.slow
 def test_determinant_of_a_large_gaussian_matrix() -> None:
     w = np.random.default_rng(0).standard_normal((4096, 4096))
-    num, _ = kernels.detx(np.linalg.eigvalsh(w @ w.T) / 4096)
+    num, _ = kernels.detx(np.linalg.eigvalsh(w @ w.T) / 4096, 0.0)
     assert num == pytest.approx(2994, abs=8)
 
 

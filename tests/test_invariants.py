@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from reference import KNOWN_SPECTRA, TABLE, Entry
-from test_kernels import REGISTRY, evaluate
+from reference import FITS, KNOWN_SPECTRA, TABLE, Entry
+from test_kernels import CASES, REGISTRY, evaluate
 
 from diffract_dask import Session, testing
 from diffract_dask.kernel import WEIGHTS
@@ -71,6 +71,18 @@ def test_each_field_is_what_its_definition_says(shape: tuple[int, int]) -> None:
     for name, entry in SLICED.items():
         if entry.value is not None:
             assert_close(values[name], entry.value(w), entry, name, norm, 1e-11)
+
+
+WITHOUT_A_TAIL = ["zero", "constant", "identity", "orthogonal", "rank_2", "one_row", "lauchli", "1e300", "1e-300"]
+
+
+@pytest.mark.parametrize("case", WITHOUT_A_TAIL)
+def test_spectra_without_a_tail_are_what_the_definitions_say(case: str) -> None:
+    values = evaluate(CASES[case], FITS)
+    for name, value in FITS.items():
+        with np.errstate(over="ignore"):
+            assert float(values[name]) == pytest.approx(value(CASES[case]), rel=1e-10, abs=1e-323, nan_ok=True), name
+    assert np.isnan(values["pl_alpha"])
 
 
 def test_each_model_level_field_is_what_its_definition_says() -> None:

@@ -282,10 +282,12 @@ def compare(values: ArrayLike, first: TailFit, second: TailFit, *, nested: bool 
         return Comparison(math.nan, math.nan, math.nan)
     x = np.asarray(values, np.float64).ravel()
     x = x[(x >= first.xmin) & (x <= first.xmax)]
-    terms = log_density(first, x) - log_density(second, x)
+    one, other = log_density(first, x), log_density(second, x)
+    terms = one - other
     ratio, spread = float(terms.sum()), float(terms.std()) * len(x) ** 0.5
     if nested:
-        ratio = min(ratio, 0.0)  # the wider family is never the worse one, but for rounding
+        rounding = float(np.finfo(np.float64).eps * (np.abs(one) + np.abs(other)).sum())
+        ratio = ratio if ratio < -rounding else 0.0  # the wider family is never the worse one, but for rounding
         return Comparison(ratio, ratio / spread if spread else 0.0, float(special.gammaincc(0.5, -ratio)))
     if not spread:
         return Comparison(ratio, 0.0 if ratio == 0.0 else math.copysign(math.inf, ratio), float(ratio == 0.0))
