@@ -12,7 +12,7 @@ import ml_dtypes
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from reference import MODEL_FITS
@@ -374,6 +374,7 @@ SCALE_FREE += ["lognormal_sigma", "lognormal_ks", "lognormal_esd_xmin", "lognorm
 
 
 @examples
+@example(0, 3e-4)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([3e-4, 1e-30, 8.0, 1e20]))
 def test_the_same_weights_at_another_scale(seed: int, scale: float) -> None:
     """The same weights × 3e-4, and other factors: α and D stay, xmin scales."""
@@ -482,6 +483,24 @@ def test_determinant_does_not_count_rounding_errors() -> None:
     noisy, clean = [1e-33, 3e-32, 1.0, 3.0], [0.0, 0.0, 1.0, 3.0]
     assert kernels.detx(noisy, 1e-30) == kernels.detx(clean, 0.0) == (3.0, 0.0)
     assert np.isfinite(kernels.detx(np.linspace(1.0, 1.02, 5), 0.0, min_spread=0.0)).all()
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"), [("orthogonal", None), ("zero", None), ("constant", 1), ("rank_1_float16", 1)]
+)
+def test_determinant_of_degenerate_weights(case: str, rank: int | None) -> None:
+    """Of weights of low rank the first eigenvalue that counts as zero makes the product zero."""
+    values, status = computed({"w": DEGENERATE[case]}, "detx_num", "detx_esd_xmin")
+    if rank is None:
+        assert status.reason.sel(field="detx_num").item() == STATUS_MEANING[Status.DEGENERATE]
+        assert np.isnan(values["detx_num"].item())
+    else:
+        assert (values["detx_num"].item(), values["detx_esd_xmin"].item()) == (rank + 1, 0.0)
+
+
+def test_determinant_of_weights_with_nan() -> None:
+    status = computed({"w": np.full((9, 8), np.nan)}, "detx_num")[1]
+    assert status.reason.sel(field="detx_num").item() == STATUS_MEANING[Status.NON_FINITE]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diffract_dask.fields import Field
+from diffract_dask.fields import Field, Status
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
 
@@ -382,6 +382,11 @@ def expon_scale(esd_max: ArrayLike, expon_lambda: ArrayLike) -> Array:
     return _scale(esd_max, expon_lambda)
 
 
+def detx_status(num: Array, lower: Array) -> NDArray[np.uint8]:
+    """Return that a spectrum without such a tail is degenerate; one of NaN has the reason of what it is made of."""
+    return np.where(np.isnan(num), Status.DEGENERATE, Status.OK).astype(np.uint8)
+
+
 @kernel(
     detx_num=Field(
         long_name="Eigenvalues in the tail of determinant below one",
@@ -400,6 +405,7 @@ def expon_scale(esd_max: ArrayLike, expon_lambda: ArrayLike) -> Array:
     ),
     version=1,
     workspace=spectra(5),
+    status=detx_status,
 )
 def detx(esd: ArrayLike, esd_zero: ArrayLike, *, min_spread: float = MIN_SPREAD) -> tuple[Array, Array]:
     r"""Smallest upper tail whose eigenvalues, in units of their mean over the spectrum, have a product below one.
