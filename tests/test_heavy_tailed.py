@@ -520,3 +520,41 @@ def test_minilm_as_in_weightwatcher(real_weights: Callable[[str], Path]) -> None
     assert embedding["pl_alpha"].item() == pytest.approx(4.534994, abs=1e-6)
     assert embedding["pl_esd_xmin"].item() * 30522 == pytest.approx(252.7047, abs=1e-4)
     assert embedding["pl_ks"].item() == pytest.approx(0.0534, abs=5e-5)
+
+
+# Zero, and the ends of the range of numbers
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("shape", [(300, 200), (200, 300), (600, 600), (10000, 40)])
+def test_rounding_of_equal_entries_is_no_spectrum(shape: tuple[int, int], dtype: Any) -> None:
+    """Rounding errors of sums of equal numbers go one way, and are larger than those of any others."""
+    for entry in (0.1, 1 / 3, 0.7):
+        values = evaluate(np.full(shape, entry, dtype), ["numerical_rank", "pl_alpha"])
+        assert values["numerical_rank"] == 1
+        assert np.isnan(values["pl_alpha"])
+
+
+def test_what_counts_as_zero_at_the_end_of_the_range() -> None:
+    """Squares of small singular values lose their digits; a fit of them would be of another spectrum."""
+    w = gaussian(30, 20)
+    names = ["numerical_rank", "pl_alpha", "pl_n_used"]
+    whole = evaluate(w, names)
+    for scale in (1e-100, 1e-140):
+        small = evaluate(scale * w, names)
+        assert [small[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-10)
+    for scale in (1e-160, 1e-200):
+        small = evaluate(scale * w, names)
+        assert small["numerical_rank"] == 20
+        assert np.isnan(small["pl_alpha"])
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_determinant_of_equal_eigenvalues_is_not_left_to_rounding(dtype: Any) -> None:
+    w = testing.matrix_with_spectrum(np.ones(32), 40, 32).astype(dtype)
+    values, status = computed({"w": w}, "detx_num", "detx_esd_xmin")
+    for name in ("detx_num", "detx_esd_xmin"):
+        assert np.isnan(values[name].item())
+        assert status.reason.sel(field=name).item() == STATUS_MEANING[Status.DEGENERATE]
+    assert np.isnan(kernels.detx([1.0, 1.02])).all()
+    assert kernels.detx([1.0, 1.02], min_spread=0.0)[0] == 2

@@ -30,7 +30,10 @@ __all__ = [
     "w1_rand_distance",
 ]
 
-_NO_NOISE = "the weights hold NaN or infinity, are all equal, or are a single row or column"
+_NO_NOISE = (
+    "the weights hold NaN or infinity, are all equal, or are a single row or column; or the eigenvalues leave "
+    "the range of float64"
+)
 Array = NDArray[np.float64]
 
 
@@ -66,7 +69,7 @@ def _column(value: ArrayLike) -> Array:
         valid_range=(0.0, math.inf),
         nan=_NO_NOISE,
     ),
-    version=1,
+    version=2,
     workspace=spectra(4),
     status=degenerate_where_nan,
 )
@@ -98,8 +101,9 @@ def marchenko_pastur_fit(
     -----
     .. math:: \lambda_\pm = s_b^2 (1 \pm Q^{-1/2})^2
 
-    All three are NaN for entries that are all equal, which hold no noise, and for a single row or column, of which one
-    eigenvalue says nothing. Diffract gives edges of 0 and of that eigenvalue there.
+    All three are NaN for entries that are all equal, which hold no noise, for a single row or column, of which one
+    eigenvalue says nothing, and where eigenvalues overflow or all underflow. Diffract gives
+    edges of 0 and of that eigenvalue there.
 
     References
     ----------
@@ -112,7 +116,9 @@ def marchenko_pastur_fit(
     """
     null, ratio = np.asarray(esd_rand, np.float64), 1.0 / np.asarray(aspect_ratio, np.float64)
     scale = np.asarray(weights_std, np.float64)
-    measurable = (scale > 0.0) & (null.shape[-1] > 1) & ~np.isnan(esd_max)
+    greatest = np.maximum(null[..., -1], esd_max)
+    within_range = (greatest >= np.finfo(np.float64).tiny) & (greatest < np.inf)
+    measurable = (scale > 0.0) & (null.shape[-1] > 1) & within_range
     scale = np.where(measurable, randommatrix.noise_scale(null, scale, ratio), np.nan)
     lower, upper = randommatrix.mp_edges(ratio, scale)
     return np.minimum(upper, esd_max), lower, scale

@@ -191,12 +191,12 @@ def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.flo
     ),
     esd_zero=Field(
         long_name="Numerical zero of the ESD",
-        formula=r"\lambda_0 = (c\,(u\,\|W\|_F + \delta))^2 / N",
+        formula=r"\lambda_0 = \max((c\,(u\,\|W\|_F + \delta + 2^{-53} N \sigma_{\max}))^2 / N, 2^{-1022})",
         reference="golub2013matrix",
         valid_range=(0.0, math.inf),
         nan="the weights hold NaN or infinity",
     ),
-    version=1,
+    version=2,
     workspace=spectra(4),
 )
 def numerical_rank(
@@ -236,11 +236,14 @@ def numerical_rank(
 
     Notes
     -----
-    .. math:: \lambda_0 = (c\,(u\,\|W\|_F + \delta))^2 / N, \quad \#\{i : \lambda_i > \lambda_0\}
+    .. math:: \lambda_0 = \max((c\,(u\,\|W\|_F + \delta + 2^{-53} N \sigma_{\max}))^2 / N, 2^{-1022}),
+              \quad \#\{i : \sigma_i > c\,(\dots)\}
 
     Rounding to nearest moves a weight by at most u times its size, hence the matrix by at most :math:`u\|W\|_F`, and no
-    singular value by more (Weyl). What lies below cannot be told from zero. This is never more than the usual
-    :math:`\tfrac12 \sqrt{m + n + 1}\,\varepsilon\,\sigma_1`, which takes every singular value for the greatest one.
+    singular value by more (Weyl). What lies below cannot be told from zero. The error :math:`\delta` is that of sums
+    whose roundings are independent; those of equal numbers are not, and in a matrix of equal entries they all go one
+    way: hence the third term, the usual worst case. Eigenvalues below
+    :math:`2^{-1022}` lack digits, which singular values of that rank may well have; they are left out of the fits too.
 
     References
     ----------
@@ -258,7 +261,11 @@ def numerical_rank(
     with np.errstate(divide="ignore", invalid="ignore", under="ignore", over="ignore"):
         frobenius = svals[..., -1] * np.sqrt(np.sum(np.square(_relative(svals)), axis=-1))
         frobenius = np.where(svals[..., -1] == 0.0, 0.0, frobenius)
-        bound = factor * (np.asarray(rounding, np.float64) * frobenius + np.asarray(weights_svals_error, np.float64))
+        longer = np.asarray(greater_dim, np.float64)
+        aligned = longer * 2.0**-53 * svals[..., -1]
+        bound = np.asarray(rounding, np.float64) * frobenius + np.asarray(weights_svals_error, np.float64) + aligned
+        bound = factor * bound
         count = np.count_nonzero(svals > bound[..., np.newaxis], axis=-1)
-        zero = np.square(bound / np.sqrt(np.asarray(greater_dim, np.float64)))
+        zero = np.square(bound / np.sqrt(longer))
+        zero = np.where(bound > 0.0, np.maximum(zero, np.finfo(np.float64).tiny), zero)
     return np.where(np.isnan(bound), np.nan, count), np.asarray(zero)

@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from diffract_dask.fields import Field
 from diffract_dask.kernel import kernel
+from diffract_dask.kernels.heavy_tailed import MIN_SPREAD
+from diffract_dask.kernels.random_matrix import degenerate_where_nan
 from diffract_dask.kernels.workspace import scalars, spectra
 
 __all__ = [
@@ -386,25 +388,29 @@ def expon_scale(esd_max: ArrayLike, expon_lambda: ArrayLike) -> Array:
         reference="martin2025setol",
         dtype="int64",
         valid_range=(1.0, math.inf),
-        nan="all eigenvalues are equal or zero, or the weights hold NaN or infinity",
+        nan="all eigenvalues are nearly equal or zero, or the weights hold NaN or infinity",
     ),
     detx_esd_xmin=Field(
         long_name="Lower end of the tail of determinant below one",
         formula=r"\lambda_{M - k + 1},\; k = \min \{k : \sum_{i > M - k} \ln (\lambda_i / \bar\lambda) < 0\}",
         reference="martin2025setol",
         valid_range=(0.0, math.inf),
-        nan="all eigenvalues are equal or zero, or the weights hold NaN or infinity",
+        nan="all eigenvalues are nearly equal or zero, or the weights hold NaN or infinity",
     ),
-    version=1,
+    version=2,
     workspace=spectra(4),
+    status=degenerate_where_nan,
 )
-def detx(esd: ArrayLike) -> tuple[Array, Array]:
+def detx(esd: ArrayLike, *, min_spread: float = MIN_SPREAD) -> tuple[Array, Array]:
     r"""Smallest upper tail whose eigenvalues, in units of their mean over the spectrum, have a product below one.
 
     Parameters
     ----------
     esd : array_like (..., k)
         Eigenvalues, ascending.
+    min_spread : float
+        A spectrum whose greatest eigenvalue is at most 1 + `min_spread` times the smallest has no such tail: rounding
+        would decide where it begins.
 
     Returns
     -------
@@ -436,6 +442,6 @@ def detx(esd: ArrayLike) -> tuple[Array, Array]:
         logs = np.log(relative) - np.log(relative.mean(axis=-1, keepdims=True))
         below = np.cumsum(logs[..., ::-1], axis=-1) < 0.0
     num = np.argmax(below, axis=-1) + 1
-    found = below.any(axis=-1) & (values[..., -1] > values[..., 0])
+    found = below.any(axis=-1) & (values[..., -1] > values[..., 0] * (1.0 + min_spread))
     lower = np.take_along_axis(values, (values.shape[-1] - num)[..., np.newaxis], axis=-1)[..., 0]
     return np.where(found, num, np.nan), np.where(found, lower, np.nan)
