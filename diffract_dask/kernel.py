@@ -123,6 +123,9 @@ class Kernel:
         ``(*outputs) -> uint8 array`` over the batch axes: a status where it can say more than "NaN is undefined".
     route : callable, optional
         ``(rows, cols, dtype, params) -> str`` for ``plan.explain()``.
+    check : callable, optional
+        Called with all parameters by name wherever some are set; raises ConfigurationError for a wrong value, before
+        anything is computed.
     persist : bool
         False if all outputs are.
     """
@@ -139,6 +142,7 @@ class Kernel:
     workspace: Callable[[int, int, int, int], int] | None = None
     status: Callable[..., Any] | None = None
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None
+    check: Callable[..., None] | None = None
 
     @property
     def persist(self) -> bool:
@@ -146,7 +150,7 @@ class Kernel:
         return any(f.persist for f in self.outputs.values())
 
     def parameters(self, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the defaults updated by `params`; ConfigurationError for an unknown name."""
+        """Return the defaults updated by `params`; ConfigurationError for an unknown name or a wrong value."""
         merged = dict(self.defaults)
         for key, value in (params or {}).items():
             if key not in merged:
@@ -155,6 +159,11 @@ class Kernel:
                     f"kernel {self.name!r} has no parameter {key!r}; {found}.{did_you_mean(key, merged)}"
                 )
             merged[key] = value
+        if self.check is not None and params:
+            try:
+                self.check(**merged)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"kernel {self.name!r}: {error}") from error
         return own_params(merged)
 
     def root(self, params: Mapping[str, Any] | None = None) -> np.uint64:
@@ -202,6 +211,7 @@ def kernel(
     workspace: Callable[[int, int, int, int], int] | None = None,
     status: Callable[..., Any] | None = None,
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None,
+    check: Callable[..., None] | None = None,
     name: str | None = None,
     **outputs: Field,
 ) -> Callable[[F], F]: ...
@@ -216,6 +226,7 @@ def kernel(
     workspace: Callable[[int, int, int, int], int] | None = None,
     status: Callable[..., Any] | None = None,
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None,
+    check: Callable[..., None] | None = None,
     name: str | None = None,
     **outputs: Field,
 ) -> F | Callable[[F], F]:
@@ -258,6 +269,7 @@ def kernel(
             workspace=workspace,
             status=status,
             route=route,
+            check=check,
         )
         func.__kernel__ = declared  # type: ignore[attr-defined]
         return func

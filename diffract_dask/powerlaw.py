@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +19,7 @@ from scipy import special
 from diffract_dask.errors import ConfigurationError, did_you_mean
 from diffract_dask.families import FAMILIES, Family, Means
 from diffract_dask.fields import Status
+from diffract_dask.options import check_number, check_whole
 from diffract_dask.tails import Tails, smallest_distance, tails_of
 from diffract_dask.zeta import fit_tails
 
@@ -26,6 +27,8 @@ __all__ = [
     "Comparison",
     "TailFit",
     "bootstrap_p_value",
+    "check_options",
+    "check_replicas",
     "compare",
     "fit",
     "fit_discrete",
@@ -156,7 +159,7 @@ def fit(
     Raises
     ------
     ConfigurationError
-        An unknown family, ends that make no sense, or `xmax` with a family that has none.
+        An unknown family, an option that makes no sense, or `xmax` with a family that has none.
 
     Notes
     -----
@@ -175,7 +178,7 @@ def fit(
     (2.51, 2.0, 1000, 'OK')
     """
     kind = _family(family)
-    _check_ends(family, kind, xmin, xmax)
+    check_options(family, xmin=xmin, xmax=xmax, min_tail=min_tail, min_values=min_values, min_spread=min_spread)
     data = np.asarray(values, np.float64).ravel()
     if not np.isfinite(data).all():
         return TailFit(family, len(data), 0, Status.NON_FINITE)
@@ -198,14 +201,17 @@ def fit(
         return _fitted(none, kind, tails, best, shapes[:, best], xmax)
 
 
-def _check_ends(family: str, kind: Family, xmin: float | None, xmax: float | None) -> None:
-    if xmin is not None and not (0.0 < xmin < math.inf):
-        raise ConfigurationError(f"xmin is {xmin!r}; it must be positive and finite")
+def check_options(family: str, *, xmin: Any, min_tail: Any, min_values: Any, min_spread: Any, xmax: Any = None) -> None:
+    """Raise ConfigurationError for an option of :func:`fit` that makes no sense."""
+    if xmin is not None:
+        check_number("xmin", xmin, lambda value: 0.0 < value < math.inf, "positive and finite")
+    check_whole("min_tail", min_tail, 1)
+    check_whole("min_values", min_values, 0)
+    check_number("min_spread", min_spread, lambda value: 0.0 <= value < math.inf, "at least 0 and finite")
     if xmax is None:
         return
-    if not (xmin or 0.0) < xmax < math.inf:
-        raise ConfigurationError(f"xmax is {xmax!r}; it must be finite and above xmin")
-    if not kind.bounded:
+    check_number("xmax", xmax, lambda value: (xmin or 0.0) < value < math.inf, "finite and above xmin")
+    if not FAMILIES[family].bounded:
         known = ", ".join(name for name, one in FAMILIES.items() if one.bounded)
         raise ConfigurationError(f"the family {family!r} has no fit with an upper end xmax; these have: {known}")
 
@@ -314,6 +320,12 @@ def compare(values: ArrayLike, first: TailFit, second: TailFit, *, nested: bool 
     return Comparison(ratio, ratio / spread, math.erfc(abs(ratio) / spread / 2**0.5))
 
 
+def check_replicas(*, replicas: Any, seed: Any) -> None:
+    """Raise ConfigurationError for a number of replicas or a seed that makes no sense."""
+    check_whole("replicas", replicas, 1)
+    check_whole("seed", seed, 0)
+
+
 def bootstrap_p_value(
     found: TailFit, *, values: ArrayLike | None = None, replicas: int = 2500, seed: int = 42, min_tail: int = 2
 ) -> float:
@@ -336,7 +348,7 @@ def bootstrap_p_value(
     Raises
     ------
     ConfigurationError
-        The fit has an upper end, or is of discrete data.
+        The fit has an upper end, or is of discrete data; or an option makes no sense.
 
     References
     ----------
@@ -349,6 +361,8 @@ def bootstrap_p_value(
     True
     """
     kind = _family(found.family)
+    check_replicas(replicas=replicas, seed=seed)
+    check_whole("min_tail", min_tail, 1)
     if not math.isinf(found.xmax):
         raise ConfigurationError("bootstrap p-values are for fits without an upper end xmax")
     if found.status:
@@ -386,6 +400,7 @@ def p_value_of_distance(
     values alone, on no parameter.
     """
     kind = _family(family)
+    check_replicas(replicas=replicas, seed=seed)
     if not (np.isfinite(ks) and n_tail >= 2):
         return math.nan
     rng = np.random.default_rng(seed)
@@ -446,7 +461,7 @@ def fit_discrete(values: ArrayLike, *, xmin: int | None = None, min_tail: int = 
     Raises
     ------
     ConfigurationError
-        A value is not a whole number.
+        A value is not a whole number, or an option makes no sense.
 
     Notes
     -----
@@ -466,6 +481,10 @@ def fit_discrete(values: ArrayLike, *, xmin: int | None = None, min_tail: int = 
     >>> round(found.alpha, 2), found.n_tail
     (2.72, 785)
     """
+    if xmin is not None:
+        check_whole("xmin", xmin, 1)
+    check_whole("min_tail", min_tail, 1)
+    check_whole("min_values", min_values, 0)
     data = np.asarray(values, np.float64).ravel()
     if not np.isfinite(data).all():
         return TailFit("zeta", len(data), 0, Status.NON_FINITE)

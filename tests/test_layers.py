@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # of the file or inside a function. A folder is one entry.
 LAYERS = (
     {"errors", "config"},
-    {"fields", "blas", "codehash"},
+    {"fields", "blas", "codehash", "options"},
     {"kernel", "linalg", "moments", "shuffle", "randommatrix", "expint", "tails", "zeta"},
     {"families"},
     {"powerlaw"},

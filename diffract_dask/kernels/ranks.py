@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import entr
 
-from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import Field
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
+from diffract_dask.options import check_number
 
 __all__ = ["effective_rank", "hard_rank", "numerical_rank", "stable_rank"]
 
@@ -23,6 +24,14 @@ def _relative(weights_svals: ArrayLike) -> NDArray[np.float64]:
     svals = np.asarray(weights_svals, np.float64)
     with np.errstate(divide="ignore", invalid="ignore", under="ignore"):
         return np.asarray(svals / svals[..., -1:])
+
+
+def _check_rtol(*, rtol: Any) -> None:
+    check_number("rtol", rtol, lambda value: 0.0 <= value < 1.0, "at least 0 and less than 1")
+
+
+def _check_factor(*, factor: Any) -> None:
+    check_number("factor", factor, lambda value: 0.0 <= value < math.inf, "at least 0 and finite")
 
 
 @kernel(
@@ -132,6 +141,7 @@ def stable_rank(frob_norm: ArrayLike, l2_norm: ArrayLike) -> NDArray[np.float64]
     ),
     version=1,
     workspace=spectra(2),
+    check=_check_rtol,
 )
 def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.float64]:
     r"""Number of eigenvalues of :math:`W^T W` above a fraction of the greatest.
@@ -171,8 +181,7 @@ def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.flo
     >>> float(hard_rank([1e-4, 0.5, 1.0], rtol=1e-9))
     3.0
     """
-    if not 0.0 <= rtol < 1.0:
-        raise ConfigurationError(f"hard_rank: rtol is {rtol!r}; it must be at least 0 and less than 1")
+    _check_rtol(rtol=rtol)
     ratio = _relative(weights_svals)
     with np.errstate(invalid="ignore", under="ignore"):
         count = np.count_nonzero(np.square(ratio) > rtol, axis=-1)
@@ -198,6 +207,7 @@ def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.flo
     ),
     version=2,
     workspace=spectra(4),
+    check=_check_factor,
 )
 def numerical_rank(
     weights_svals: ArrayLike,
@@ -232,7 +242,7 @@ def numerical_rank(
     Raises
     ------
     ConfigurationError
-        `factor` is negative or not a number.
+        `factor` is not a finite number from 0 on.
 
     Notes
     -----
@@ -255,8 +265,7 @@ def numerical_rank(
     >>> float(rank), bool(1e-16 < zero < 1e-14)
     (2.0, True)
     """
-    if not factor >= 0.0:
-        raise ConfigurationError(f"numerical_rank: factor is {factor!r}; it must be at least 0")
+    _check_factor(factor=factor)
     svals = np.asarray(weights_svals, np.float64)
     with np.errstate(divide="ignore", invalid="ignore", under="ignore", over="ignore"):
         frobenius = svals[..., -1] * np.sqrt(np.sum(np.square(_relative(svals)), axis=-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +13,7 @@ from diffract_dask.kernel import kernel
 from diffract_dask.kernels.heavy_tailed import MIN_SPREAD
 from diffract_dask.kernels.random_matrix import degenerate_where_nan
 from diffract_dask.kernels.workspace import scalars, spectra
+from diffract_dask.options import check_number
 
 __all__ = [
     "detx",
@@ -45,6 +47,10 @@ def _presence(esd_min: ArrayLike, esd_max: ArrayLike, xmin: ArrayLike) -> Array:
 def _scale(esd_max: ArrayLike, rate: ArrayLike) -> Array:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return np.multiply(esd_max, rate, dtype=np.float64)
+
+
+def _check_spread(*, min_spread: Any) -> None:
+    check_number("min_spread", min_spread, lambda value: 0.0 <= value < math.inf, "at least 0 and finite")
 
 
 @kernel(
@@ -400,6 +406,7 @@ def expon_scale(esd_max: ArrayLike, expon_lambda: ArrayLike) -> Array:
     version=2,
     workspace=spectra(4),
     status=degenerate_where_nan,
+    check=_check_spread,
 )
 def detx(esd: ArrayLike, *, min_spread: float = MIN_SPREAD) -> tuple[Array, Array]:
     r"""Smallest upper tail whose eigenvalues, in units of their mean over the spectrum, have a product below one.
@@ -436,6 +443,7 @@ def detx(esd: ArrayLike, *, min_spread: float = MIN_SPREAD) -> tuple[Array, Arra
     >>> float(num), float(lower)
     (3.0, 0.2)
     """
+    _check_spread(min_spread=min_spread)
     values = np.asarray(esd, np.float64)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
         relative = values / values[..., -1:]

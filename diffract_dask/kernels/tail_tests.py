@@ -54,6 +54,7 @@ def _scale_free_p_value(
     ),
     version=1,
     workspace=_replicas,
+    check=powerlaw.check_replicas,
 )
 def pl_p_value(
     pl_ks: ArrayLike, pl_n_used: ArrayLike, pl_n_tail: ArrayLike, *, replicas: int = 2500, seed: int = 42
@@ -108,6 +109,7 @@ def pl_p_value(
     ),
     version=1,
     workspace=_replicas,
+    check=powerlaw.check_replicas,
 )
 def expon_p_value(
     expon_ks: ArrayLike, expon_n_used: ArrayLike, expon_n_tail: ArrayLike, *, replicas: int = 2500, seed: int = 42
@@ -162,6 +164,7 @@ def expon_p_value(
     ),
     version=1,
     workspace=_replicas,
+    check=powerlaw.check_replicas,
 )
 def tpl_p_value(
     tpl_ks: ArrayLike,
