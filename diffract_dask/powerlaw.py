@@ -498,7 +498,8 @@ def fit_discrete(values: ArrayLike, *, xmin: int | None = None, min_tail: int = 
     points, counts = np.unique(used, return_counts=True)
     found = fit_tails(points, counts, xmin, min_tail)
     if found is None:
-        return TailFit("zeta", len(data), len(used), Status.FEW_VALUES)
+        enough = xmin is not None and int((used >= xmin).sum()) >= min_tail
+        return TailFit("zeta", len(data), len(used), Status.UNDEFINED if enough else Status.FEW_VALUES)
     return TailFit(
         "zeta",
         len(data),
