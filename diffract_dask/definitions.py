@@ -43,8 +43,8 @@ def citation(key: str) -> str:
     where = next((entry[name] for name in ("journal", "booktitle", "publisher") if name in entry), "")
     numbers = entry.get("volume", "") + (f"({entry['number']})" if "number" in entry else "")
     place = ", ".join(filter(None, (f"{where} {numbers}".strip(), entry.get("pages", ""))))
-    link = f". https://doi.org/{entry['doi']}" if "doi" in entry else ""
-    return f"{who} ({entry['year']}): {entry['title']}. {place}{link}"
+    link = f"https://doi.org/{entry['doi']}" if "doi" in entry else entry.get("url", "")
+    return f"{who} ({entry['year']}): {entry['title']}. {place}" + (f". {link}" if link else "")
 
 
 def _plain(text: str) -> str:

@@ -5,7 +5,8 @@ run over it; a field without an entry fails a test. To add fields, write their d
 ``NULL`` and join it to ``TABLE`` with :func:`_entries`.
 
 ``SLICE[field](w)`` is the value for one float64 matrix, ``NULL[field](w)`` that of a field that is judged by the
-shuffled matrix, ``MODEL[field](matrices)`` that for the slices of a model. Singular values come from LAPACK's dense
+shuffled matrix, ``FITS[field](w)`` that of a field of a tail (``reference_tails.py``), ``MODEL[field](matrices)`` and
+``MODEL_FITS[field](matrices)`` those for the slices of a model. Singular values come from LAPACK's dense
 routine on the matrix scaled to order one; everything after them, and the moments, are in mpmath.
 """
 
@@ -19,10 +20,11 @@ from typing import Any
 import mpmath
 import numpy as np
 from numpy.typing import NDArray
+from reference_tails import TAILS, mean_and_skipped
 
 from diffract_dask import testing
 
-__all__ = ["KNOWN_SPECTRA", "MODEL", "NULL", "SLICE", "TABLE", "Entry", "svals"]
+__all__ = ["FITS", "KNOWN_SPECTRA", "MODEL", "MODEL_FITS", "NULL", "SLICE", "TABLE", "Entry", "svals"]
 
 Matrix = NDArray[np.float64]
 mp = mpmath.mp.clone()
@@ -255,6 +257,55 @@ MODEL: dict[str, Callable[[Sequence[Matrix]], float]] = {
 }
 
 
+# Heavy tails: of the spectrum above what counts as zero
+
+
+def _doubt(w: Matrix) -> Any:
+    """Return by how much float64 weights, and LAPACK as `linalg.relative_error` states it, may move singular values."""
+    lapack = (4 + mp.sqrt(min(w.shape)) / 4 + mp.sqrt(max(w.shape)) / 64) * mp.mpf(2) ** -52 * _mp_svals(w)[-1]
+    aligned = max(w.shape) * mp.mpf(2) ** -53 * _mp_svals(w)[-1]
+    return mp.mpf(2) ** -53 * _frob(w) + lapack + aligned
+
+
+def _numerical_rank(w: Matrix) -> float:
+    return sum(s > _doubt(w) for s in _mp_svals(w)) if np.isfinite(w).all() else math.nan
+
+
+def _esd_zero(w: Matrix) -> float:
+    return float(_doubt(w) ** 2 / max(w.shape))
+
+
+def _of_spectrum(definition: Callable[[Matrix, float], float]) -> Callable[[Matrix], float]:
+    return lambda w: definition(_esd(w), _esd_zero(w))
+
+
+FITS: dict[str, Callable[[Matrix], float]] = {
+    "numerical_rank": _numerical_rank,
+    "esd_zero": _esd_zero,
+    **{name: _of_spectrum(definition) for name, definition in TAILS.items()},
+}
+
+
+def _log10(value: float) -> float:
+    return math.nan if math.isnan(value) else float(mp.log10(value))
+
+
+def _mean_of(name: str, log: bool = False) -> dict[str, Callable[[Sequence[Matrix]], float]]:
+    def found(model: Sequence[Matrix]) -> tuple[float, int]:
+        values = [FITS[name](w) for w in model]
+        return mean_and_skipped([_log10(value) for value in values] if log else values)
+
+    return {f"model_{name}": lambda model: found(model)[0], f"model_{name}_skipped": lambda model: found(model)[1]}
+
+
+MODEL_FITS: dict[str, Callable[[Sequence[Matrix]], float]] = {
+    **_mean_of("pl_alpha"),
+    **_mean_of("pl_alpha_weighted"),
+    **_mean_of("pl_alpha_norm", log=True),
+    **_mean_of("tpl_alpha_norm", log=True),
+}
+
+
 # The table
 
 
@@ -275,6 +326,8 @@ class Entry:
         and to the spectral norm to the power p.
     level : str
         ``slice`` or ``model``.
+    own_size : bool
+        Differences are judged by the size of the value alone, not by the spectral norm to the power p too.
     """
 
     value: Callable[[Any], Any] | None
@@ -282,10 +335,12 @@ class Entry:
     kept_by: frozenset[str] = frozenset()
     float32: float = 1e-6
     level: str = "slice"
+    own_size: bool = False
 
 
 _ANY = frozenset({"transpose", "permutation", "rotation"})
 _PLACES = frozenset({"transpose", "permutation"})
+_CLOSED, _SOLVED = ("pl", "expon"), ("tpl", "lognormal")  # families whose estimates are in closed form, and others
 
 
 def _entries(
@@ -295,8 +350,9 @@ def _entries(
     kept_by: frozenset[str] = frozenset(),
     float32: float = 1e-6,
     level: str = "slice",
+    own_size: bool = False,
 ) -> dict[str, Entry]:
-    return {name: Entry(values.get(name), power, kept_by, float32, level) for name in names}
+    return {name: Entry(values.get(name), power, kept_by, float32, level, own_size) for name in names}
 
 
 TABLE: dict[str, Entry] = {
@@ -329,6 +385,28 @@ TABLE: dict[str, Entry] = {
     **_entries(("mp_esd_max", "mp_esd_min", "tw_esd_bound"), NULL, 2),
     **_entries(("mp_ks", "mp_concentration", "mp_presence", "mp_soft_rank"), NULL, 0, frozenset(), 1e-5),
     **_entries(("mp_num_spikes", "tw_num_spikes"), NULL, 0, frozenset(), 0.0),
+    # heavy tails; what counts as zero depends on the dtype and on the route of the singular values, nothing else does
+    **_entries(("esd_zero",), FITS, 2, frozenset(), math.inf, own_size=True),
+    **_entries(("numerical_rank",), FITS, 0, _ANY, 0.0),
+    **_entries([f"{p}_{n}" for p in (*_CLOSED, *_SOLVED) for n in ("n_used", "n_tail")], FITS, 0, _ANY, 0.0),
+    **_entries([f"{p}_esd_xmin" for p in (*_CLOSED, *_SOLVED)], FITS, 2, _ANY, 1e-6, own_size=True),
+    **_entries([f"{p}_{n}" for p in _CLOSED for n in ("ks", "ks_two_sided")], FITS, 0, _ANY, 1e-6),
+    **_entries([f"{p}_{n}" for p in _SOLVED for n in ("ks", "ks_two_sided")], FITS, 0, _ANY, 1e-5),
+    **_entries(("pl_alpha", "pl_alpha_error", "expon_scale"), FITS, 0, _ANY, 1e-5),
+    **_entries(("expon_lambda", "expon_lambda_error"), FITS, -2, _ANY, 1e-5, own_size=True),
+    **_entries(("tpl_alpha", "tpl_alpha_error", "tpl_scale", "lognormal_sigma"), FITS, 0, _ANY, 1e-4),
+    **_entries(("tpl_lambda", "tpl_lambda_error"), FITS, -2, _ANY, 1e-4),
+    **_entries([f"{p}_concentration" for p in ("pl", "tpl", "expon")], FITS, 0, _ANY, 0.0),
+    **_entries([f"{p}_presence" for p in ("pl", "tpl", "expon")], FITS, 0, _ANY, 1e-6),
+    **_entries(
+        [f"pl_{p}_{n}" for p in ("expon", "lognormal", "tpl") for n in ("ratio", "p_value")], FITS, 0, _ANY, 1e-4
+    ),
+    **_entries(("detx_num",), FITS, 0, _ANY, 0.0),
+    **_entries(("detx_esd_xmin",), FITS, 2, _ANY, 1e-6, own_size=True),
+    # a logarithm of the scale, or a power of it that is itself estimated
+    **_entries(("lognormal_mu", "pl_alpha_weighted", "pl_alpha_norm", "tpl_alpha_norm"), FITS, None, _ANY, 1e-4),
+    # shares of random samples
+    **_entries([f"{p}_p_value" for p in ("pl", "tpl", "expon")], {}, 0, _ANY, 1e-3),
     # models: logarithms move by a constant, and their sum by as many as there are slices
     **_entries(("param_norm",), MODEL, 2, _ANY, 1e-12, "model"),
     **_entries(
@@ -337,6 +415,16 @@ TABLE: dict[str, Entry] = {
         None,
         _ANY,
         1e-6,
+        "model",
+    ),
+    **_entries([name for name in MODEL_FITS if name.endswith("_skipped")], MODEL_FITS, 0, _ANY, 0.0, "model"),
+    **_entries(("model_pl_alpha",), MODEL_FITS, 0, _ANY, 1e-5, "model"),
+    **_entries(
+        ("model_pl_alpha_weighted", "model_pl_alpha_norm", "model_tpl_alpha_norm"),
+        MODEL_FITS,
+        None,
+        _ANY,
+        1e-4,
         "model",
     ),
 }

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from reference import MODEL, NULL, SLICE, svals
+from reference import MODEL, MODEL_FITS, NULL, SLICE, svals
 
 from diffract_dask import kernels, linalg, testing
 from diffract_dask.blas import blas_threads
@@ -44,30 +45,8 @@ ONE_PASS = [
     "nonfinite_fraction",
     "weights_kurtosis",
 ]
-# Their definitions are in test_heavy_tailed.py.
-FITS = [
-    "numerical_rank",
-    "esd_zero",
-    "detx_num",
-    "detx_esd_xmin",
-    "pl_alpha_norm",
-    "tpl_alpha_norm",
-    "pl_alpha_weighted",
-]
-FITS += [f"pl_{rival}_{what}" for rival in ("expon", "lognormal", "tpl") for what in ("ratio", "p_value")]
-FITS += [f"{p}_{x}" for p in ("pl", "tpl", "expon") for x in ("concentration", "presence", "p_value")]
-FITS += ["pl_alpha", "pl_alpha_error", "tpl_alpha", "tpl_alpha_error", "tpl_lambda", "tpl_lambda_error", "tpl_scale"]
-FITS += ["expon_lambda", "expon_lambda_error", "expon_scale", "lognormal_mu", "lognormal_sigma"]
-FITS += [
-    f"{p}_{x}"
-    for p in ("pl", "tpl", "expon", "lognormal")
-    for x in ("esd_xmin", "ks", "ks_two_sided", "n_used", "n_tail")
-]
-MODEL_FITS = [
-    f"model_{x}{y}"
-    for x in ("pl_alpha", "pl_alpha_norm", "pl_alpha_weighted", "tpl_alpha_norm")
-    for y in ("", "_skipped")
-]
+P_VALUES = ["pl_p_value", "tpl_p_value", "expon_p_value"]  # without a definition: shares of random samples
+FITS = [*reference.FITS, *P_VALUES]
 FIELDS = [
     *FITS,
     *MODEL_FITS,
@@ -633,9 +612,9 @@ def test_each_kernel_is_fully_declared(declared: Kernel) -> None:
         assert field.formula, name
         assert field.nan, name
         assert field.units == "1", name
-        for reference in filter(None, field.reference.split(",")):
-            assert f"{{{reference.strip()}," in bibliography, reference
-            assert reference.strip() in inspect.getdoc(declared.function), reference
+        for key in filter(None, field.reference.split(",")):
+            assert f"{{{key.strip()}," in bibliography, key
+            assert key.strip() in inspect.getdoc(declared.function), key
 
 
 @pytest.mark.parametrize("declared", DECLARED, ids=lambda one: one.name)
@@ -665,7 +644,7 @@ def test_values_lie_in_the_range_that_is_declared(case: str) -> None:
 # Memory
 
 
-@pytest.mark.parametrize(("n", "rows", "cols"), [(1, 300, 200), (1, 60, 900), (2000, 8, 8), (30, 40, 2000)])
+@pytest.mark.parametrize(("n", "rows", "cols"), [(1, 300, 200), (1, 60, 900), (2000, 8, 8), (8, 40, 2000)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_workspace_is_an_upper_bound(n: int, rows: int, cols: int, dtype: str) -> None:
     w = np.random.default_rng(0).standard_normal((n, rows, cols)).astype(dtype)

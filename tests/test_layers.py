@@ -19,9 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"errors", "config"},
     {"fields", "blas", "codehash", "options"},
-    {"kernel", "linalg", "moments", "shuffle", "randommatrix", "expint", "tails", "zeta"},
-    {"families"},
-    {"powerlaw"},
+    {"kernel", "linalg", "moments", "shuffle", "randommatrix", "powerlaw"},
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
     {"memory", "selection", "cells"},
     {"plan"},

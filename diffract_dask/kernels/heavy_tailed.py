@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from diffract_dask import powerlaw
 from diffract_dask.fields import Field, Status
 from diffract_dask.kernel import kernel
+from diffract_dask.kernels.tail_summaries import MIN_SPREAD
 from diffract_dask.kernels.workspace import Workspace
 
 __all__ = [
@@ -31,9 +32,6 @@ Array = NDArray[np.float64]
 MIN_VALUES = 7
 """Fewest eigenvalues that are fitted by default: the smallest matrix for which values of Diffract are tested has so
 many. Fewer leave the exponent's relative error, one over the square root of their number, above 38 %."""
-
-MIN_SPREAD = 0.03
-"""Eigenvalues that all lie within so much of the smallest one are taken for equal by default."""
 
 _NO_FIT = "the spectrum is degenerate or has too few values, or the weights hold NaN or infinity"
 _NO_ERROR = f"{_NO_FIT}; or the estimate lies on the edge of what is allowed"

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diffract_dask.fields import Field
+from diffract_dask.fields import Field, Status
 from diffract_dask.kernel import kernel
-from diffract_dask.kernels.heavy_tailed import MIN_SPREAD
-from diffract_dask.kernels.random_matrix import degenerate_where_nan
 from diffract_dask.kernels.workspace import scalars, spectra
 from diffract_dask.options import check_number
 
@@ -28,6 +26,9 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
+
+MIN_SPREAD = 0.03
+"""Eigenvalues that all lie within so much of the smallest one are taken for equal by default, as in the fits."""
 
 _NO_FIT = "there is no fit, or the weights hold NaN or infinity"
 
@@ -387,6 +388,11 @@ def expon_scale(esd_max: ArrayLike, expon_lambda: ArrayLike) -> Array:
     return _scale(esd_max, expon_lambda)
 
 
+def detx_status(num: Array, lower: Array) -> NDArray[np.uint8]:
+    """Return that a spectrum without such a tail is degenerate; one of NaN has the reason of what it is made of."""
+    return np.where(np.isnan(num), Status.DEGENERATE, Status.OK).astype(np.uint8)
+
+
 @kernel(
     detx_num=Field(
         long_name="Eigenvalues in the tail of determinant below one",
@@ -394,37 +400,38 @@ def expon_scale(esd_max: ArrayLike, expon_lambda: ArrayLike) -> Array:
         reference="martin2025setol",
         dtype="int64",
         valid_range=(1.0, math.inf),
-        nan="all eigenvalues are nearly equal or zero, or the weights hold NaN or infinity",
+        nan="all eigenvalues are equal, nearly so, or zero, or the weights hold NaN or infinity",
     ),
     detx_esd_xmin=Field(
         long_name="Lower end of the tail of determinant below one",
         formula=r"\lambda_{M - k + 1},\; k = \min \{k : \sum_{i > M - k} \ln (\lambda_i / \bar\lambda) < 0\}",
         reference="martin2025setol",
         valid_range=(0.0, math.inf),
-        nan="all eigenvalues are nearly equal or zero, or the weights hold NaN or infinity",
+        nan="all eigenvalues are equal, nearly so, or zero, or the weights hold NaN or infinity",
     ),
     version=2,
-    workspace=spectra(4),
-    status=degenerate_where_nan,
+    workspace=spectra(5),
+    status=detx_status,
     check=_check_spread,
 )
-def detx(esd: ArrayLike, *, min_spread: float = MIN_SPREAD) -> tuple[Array, Array]:
+def detx(esd: ArrayLike, esd_zero: ArrayLike, *, min_spread: float = MIN_SPREAD) -> tuple[Array, Array]:
     r"""Smallest upper tail whose eigenvalues, in units of their mean over the spectrum, have a product below one.
 
     Parameters
     ----------
     esd : array_like (..., k)
         Eigenvalues, ascending.
+    esd_zero : array_like (...,)
+        At or below it they count as zero.
     min_spread : float
-        A spectrum whose greatest eigenvalue is at most 1 + `min_spread` times the smallest has no such tail: rounding
-        would decide where it begins.
+        There is no such tail if the largest eigenvalue is at most 1 + `min_spread` times the smallest.
 
     Returns
     -------
     detx_num : float64 array (...,)
         Number of eigenvalues in that tail.
     detx_esd_xmin : float64 array (...,)
-        The smallest of them, in squared units of the weights.
+        The smallest of them, in squared units of the weights; 0 where it counts as zero.
 
     Notes
     -----
@@ -439,17 +446,18 @@ def detx(esd: ArrayLike, *, min_spread: float = MIN_SPREAD) -> tuple[Array, Arra
 
     Examples
     --------
-    >>> num, lower = detx([0.1, 0.2, 0.7, 3.0])
+    >>> num, lower = detx([0.1, 0.2, 0.7, 3.0], 0.0)
     >>> float(num), float(lower)
     (3.0, 0.2)
     """
     _check_spread(min_spread=min_spread)
     values = np.asarray(esd, np.float64)
+    values = np.where(values <= np.asarray(esd_zero, np.float64)[..., np.newaxis], 0.0, values)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
         relative = values / values[..., -1:]
         logs = np.log(relative) - np.log(relative.mean(axis=-1, keepdims=True))
         below = np.cumsum(logs[..., ::-1], axis=-1) < 0.0
     num = np.argmax(below, axis=-1) + 1
-    found = below.any(axis=-1) & (values[..., -1] > values[..., 0] * (1.0 + min_spread))
+    found = below.any(axis=-1) & (values[..., -1] > (1.0 + min_spread) * values[..., 0])
     lower = np.take_along_axis(values, (values.shape[-1] - num)[..., np.newaxis], axis=-1)[..., 0]
     return np.where(found, num, np.nan), np.where(found, lower, np.nan)

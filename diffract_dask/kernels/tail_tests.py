@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diffract_dask import expint, powerlaw
+from diffract_dask import powerlaw
 from diffract_dask.fields import Field
 from diffract_dask.kernel import kernel
+from diffract_dask.powerlaw import expint
 
 __all__ = ["expon_p_value", "pl_p_value", "power_law_comparison", "tpl_p_value"]
 

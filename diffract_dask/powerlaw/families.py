@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from diffract_dask import expint
+from diffract_dask.errors import ConfigurationError, did_you_mean
+from diffract_dask.powerlaw import expint
 
-__all__ = ["FAMILIES", "Family", "Means"]
+__all__ = ["FAMILIES", "Family", "Means", "family_of"]
 
 Array = NDArray[np.float64]
 
@@ -337,3 +338,10 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """Families by name."""
+
+
+def family_of(name: str) -> Family:
+    """Return the family `name`; ConfigurationError with the nearest names."""
+    if name not in FAMILIES:
+        raise ConfigurationError(f"no family of densities {name!r}.{did_you_mean(name, FAMILIES)}")
+    return FAMILIES[name]

@@ -88,7 +88,7 @@ def log_scaled_expint(p: ArrayLike, x: ArrayLike) -> Array:
         with np.errstate(divide="ignore", under="ignore", over="ignore", invalid="ignore"):
             out[part] = np.log(_grid(flat_p[part], flat_x[part])[2].sum(axis=1))
     with np.errstate(divide="ignore"):
-        out = np.where(flat_x == 0.0, -np.log(flat_p - 1.0), out)
+        out = np.where(flat_x == 0.0, 0.0 - np.log(flat_p - 1.0), out)
     return out.reshape(orders.shape)
 
 
