@@ -272,7 +272,8 @@ def _numerical_rank(w: Matrix) -> float:
 
 
 def _esd_zero(w: Matrix) -> float:
-    return float(_doubt(w) ** 2 / max(w.shape))
+    doubt = _doubt(w)
+    return float(max(doubt**2 / max(w.shape), mp.mpf(2) ** -1022)) if doubt > 0 else float(doubt)
 
 
 def _of_spectrum(definition: Callable[[Matrix, float], float]) -> Callable[[Matrix], float]:
