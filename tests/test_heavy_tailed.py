@@ -21,7 +21,7 @@ from test_kernels import FITS, REGISTRY, evaluate, fixture
 
 from diffract_dask import Session, kernels, powerlaw, testing
 from diffract_dask.blas import blas_threads
-from diffract_dask.errors import ConfigurationError
+from diffract_dask.errors import ConfigurationError, StaleValuesWarning
 from diffract_dask.fields import STATUS_MEANING, Status
 from diffract_dask.sources import dtypes
 
@@ -580,3 +580,19 @@ def test_what_counts_as_zero_at_the_end_of_the_range() -> None:
         small = evaluate(scale * w, names)
         assert small["numerical_rank"] == 20
         assert np.isnan(small["pl_alpha"])
+
+
+def test_comparisons_leave_out_what_counts_as_zero() -> None:
+    """A lower end that is given may lie below rounding errors, which are in no tail."""
+    w = (gaussian(60, 12) @ gaussian(12, 40, seed=1)).astype(np.float32)
+    ratios = [name for name in FITS if name.endswith("_ratio")]
+    session = Session()
+    session.models.add({"w": w}, "m")
+    assert not session.compute.apply("pl_n_tail", "pl_ks", *ratios, params={"power_law_fit": {"xmin": 1e-30}}).failed
+    with pytest.warns(StaleValuesWarning):
+        values = session.results.dataset("pl_n_tail", *ratios)
+    assert values["pl_n_tail"].item() == 12
+    esd = evaluate(w, ["esd"])["esd"][-12:]
+    mine, other = (powerlaw.fit(esd, family, xmin=1e-30) for family in ("power_law", "exponential"))
+    want = powerlaw.compare(esd, mine, other).log_ratio
+    assert values["pl_expon_ratio"].item() == pytest.approx(want, rel=1e-5)
