@@ -126,6 +126,9 @@ class Kernel:
     partial : Streamed, optional
         A twin that needs less memory and gives part of the outputs, with the status ``LEADING_ONLY``; it is only used
         where that is asked for and nothing else fits.
+    check : callable, optional
+        Called with all parameters by name wherever some are set; raises ConfigurationError for a wrong value, before
+        anything is computed.
     persist : bool
         False if all outputs are.
     """
@@ -143,6 +146,7 @@ class Kernel:
     status: Callable[..., Any] | None = None
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None
     partial: Streamed | None = None
+    check: Callable[..., None] | None = None
 
     @property
     def persist(self) -> bool:
@@ -150,7 +154,7 @@ class Kernel:
         return any(f.persist for f in self.outputs.values())
 
     def parameters(self, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the defaults updated by `params`; ConfigurationError for an unknown name."""
+        """Return the defaults updated by `params`; ConfigurationError for an unknown name or a wrong value."""
         merged = dict(self.defaults)
         for key, value in (params or {}).items():
             if key not in merged:
@@ -159,6 +163,11 @@ class Kernel:
                     f"kernel {self.name!r} has no parameter {key!r}; {found}.{did_you_mean(key, merged)}"
                 )
             merged[key] = value
+        if self.check is not None and params:
+            try:
+                self.check(**merged)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"kernel {self.name!r}: {error}") from error
         return own_params(merged)
 
     def root(self, params: Mapping[str, Any] | None = None) -> np.uint64:
@@ -207,6 +216,7 @@ def kernel(
     status: Callable[..., Any] | None = None,
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None,
     partial: Streamed | None = None,
+    check: Callable[..., None] | None = None,
     name: str | None = None,
     **outputs: Field,
 ) -> Callable[[F], F]: ...
@@ -222,6 +232,7 @@ def kernel(
     status: Callable[..., Any] | None = None,
     route: Callable[[int, int, np.dtype[Any], Mapping[str, Any]], str] | None = None,
     partial: Streamed | None = None,
+    check: Callable[..., None] | None = None,
     name: str | None = None,
     **outputs: Field,
 ) -> F | Callable[[F], F]:
@@ -265,6 +276,7 @@ def kernel(
             status=status,
             route=route,
             partial=partial,
+            check=check,
         )
         func.__kernel__ = declared  # type: ignore[attr-defined]
         return func

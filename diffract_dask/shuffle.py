@@ -19,8 +19,9 @@ from typing import IO, Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from diffract_dask.errors import ConfigurationError, MatrixError
+from diffract_dask.errors import MatrixError
 from diffract_dask.moments import as_matrices
+from diffract_dask.options import check_whole
 
 __all__ = ["SEQUENTIAL_ENTRIES", "blocks_workspace", "permuted", "permuted_blocks", "workspace"]
 
@@ -56,7 +57,7 @@ def permuted(w: ArrayLike, seed: int = 42) -> Entries:
     MatrixError
         `w` is not an array of real matrices.
     ConfigurationError
-        The seed is negative.
+        The seed is not a whole number from 0 on.
 
     Notes
     -----
@@ -119,7 +120,7 @@ def permuted_blocks(
     MatrixError
         The blocks are not those of a matrix of this shape.
     ConfigurationError
-        The seed is negative.
+        The seed is not a whole number from 0 on.
     """
     rows, cols = shape
     _check_seed(seed)
@@ -161,8 +162,7 @@ def blocks_workspace(shape: tuple[int, int], dtype: DTypeLike) -> int:
 
 
 def _check_seed(seed: int) -> None:
-    if seed < 0:
-        raise ConfigurationError(f"the seed of a permutation is {seed}; give a whole number from 0 on")
+    check_whole("the seed of a permutation", seed, 0)
 
 
 def _block_bytes(itemsize: int) -> int:

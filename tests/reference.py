@@ -263,7 +263,8 @@ MODEL: dict[str, Callable[[Sequence[Matrix]], float]] = {
 def _doubt(w: Matrix) -> Any:
     """Return by how much float64 weights, and LAPACK as `linalg.relative_error` states it, may move singular values."""
     lapack = (4 + mp.sqrt(min(w.shape)) / 4 + mp.sqrt(max(w.shape)) / 64) * mp.mpf(2) ** -52 * _mp_svals(w)[-1]
-    return mp.mpf(2) ** -53 * _frob(w) + lapack
+    aligned = max(w.shape) * mp.mpf(2) ** -53 * _mp_svals(w)[-1]
+    return mp.mpf(2) ** -53 * _frob(w) + lapack + aligned
 
 
 def _numerical_rank(w: Matrix) -> float:
@@ -271,7 +272,8 @@ def _numerical_rank(w: Matrix) -> float:
 
 
 def _esd_zero(w: Matrix) -> float:
-    return float(_doubt(w) ** 2 / max(w.shape))
+    doubt = _doubt(w)
+    return float(max(doubt**2 / max(w.shape), mp.mpf(2) ** -1022)) if doubt > 0 else float(doubt)
 
 
 def _of_spectrum(definition: Callable[[Matrix, float], float]) -> Callable[[Matrix], float]:

@@ -21,7 +21,7 @@ from test_kernels import FITS, REGISTRY, evaluate, fixture
 
 from diffract_dask import Session, kernels, powerlaw, testing
 from diffract_dask.blas import blas_threads
-from diffract_dask.errors import ConfigurationError
+from diffract_dask.errors import ConfigurationError, StaleValuesWarning
 from diffract_dask.fields import STATUS_MEANING, Status
 from diffract_dask.sources import dtypes
 
@@ -552,3 +552,47 @@ def test_minilm_as_in_weightwatcher(real_weights: Callable[[str], Path]) -> None
     assert embedding["pl_alpha"].item() == pytest.approx(4.534994, abs=1e-6)
     assert embedding["pl_esd_xmin"].item() * 30522 == pytest.approx(252.7047, abs=1e-4)
     assert embedding["pl_ks"].item() == pytest.approx(0.0534, abs=5e-5)
+
+
+# Zero, and the ends of the range of numbers
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("shape", [(300, 200), (200, 300), (600, 600), (10000, 40)])
+def test_rounding_of_equal_entries_is_no_spectrum(shape: tuple[int, int], dtype: Any) -> None:
+    """Rounding errors of sums of equal numbers go one way, and are larger than those of any others."""
+    for entry in (0.1, 1 / 3, 0.7):
+        values = evaluate(np.full(shape, entry, dtype), ["numerical_rank", "pl_alpha"])
+        assert values["numerical_rank"] == 1
+        assert np.isnan(values["pl_alpha"])
+
+
+def test_what_counts_as_zero_at_the_end_of_the_range() -> None:
+    """Squares of small singular values lose their digits; a fit of them would be of another spectrum."""
+    w = gaussian(30, 20)
+    names = ["numerical_rank", "pl_alpha", "pl_n_used"]
+    whole = evaluate(w, names)
+    for scale in (1e-100, 1e-140):
+        small = evaluate(scale * w, names)
+        for name in names:
+            assert float(small[name]) == pytest.approx(float(whole[name]), rel=1e-10)
+    for scale in (1e-160, 1e-200):
+        small = evaluate(scale * w, names)
+        assert small["numerical_rank"] == 20
+        assert np.isnan(small["pl_alpha"])
+
+
+def test_comparisons_leave_out_what_counts_as_zero() -> None:
+    """A lower end that is given may lie below rounding errors, which are in no tail."""
+    w = (gaussian(60, 12) @ gaussian(12, 40, seed=1)).astype(np.float32)
+    ratios = [name for name in FITS if name.endswith("_ratio")]
+    session = Session()
+    session.models.add({"w": w}, "m")
+    assert not session.compute.apply("pl_n_tail", "pl_ks", *ratios, params={"power_law_fit": {"xmin": 1e-30}}).failed
+    with pytest.warns(StaleValuesWarning):
+        values = session.results.dataset("pl_n_tail", *ratios)
+    assert values["pl_n_tail"].item() == 12
+    esd = evaluate(w, ["esd"])["esd"][-12:]
+    mine, other = (powerlaw.fit(esd, family, xmin=1e-30) for family in ("power_law", "exponential"))
+    want = powerlaw.compare(esd, mine, other).log_ratio
+    assert values["pl_expon_ratio"].item() == pytest.approx(want, rel=1e-5)

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # of the file or inside a function. A folder is one entry.
 LAYERS = (
     {"errors", "config"},
-    {"fields", "blas", "codehash", "workers"},
+    {"fields", "blas", "codehash", "options", "workers"},
     {"kernel", "linalg", "moments", "shuffle", "randommatrix", "powerlaw"},
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
     {"memory", "selection", "cells"},

@@ -21,7 +21,7 @@ from scipy import integrate, optimize, special, stats
 from diffract_dask import powerlaw
 from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import Status
-from diffract_dask.powerlaw import bootstrap_p_value, compare, expint, fit, fit_discrete, log_density, tails
+from diffract_dask.powerlaw import bootstrap_p_value, compare, expint, fit, fit_discrete, log_density, tails, zeta
 from diffract_dask.powerlaw.families import FAMILIES
 
 DATA = Path(__file__).parent / "data"
@@ -511,3 +511,52 @@ def test_a_large_sample_takes_neither_a_square_of_memory_nor_of_time() -> None:
     tracemalloc.stop()
     assert found.alpha == pytest.approx(2.5, abs=0.05)
     assert peak < 60 * x.nbytes
+
+
+@pytest.mark.parametrize("q", [1.0, 3.0, 20.0, 100.0, 7900.0])
+@pytest.mark.parametrize("alpha", [1.0001, 1.5, 2.0, 5.0, 30.0, 300.0, 5000.0])
+def test_scaled_zeta(alpha: float, q: float) -> None:
+    """Exponents of integer samples that span little are large: ζ underflows there."""
+    if alpha < 10:
+        with mpmath.workdps(30):
+            want = float(mpmath.log(mpmath.zeta(alpha, q) * mpmath.mpf(q) ** alpha))
+    else:
+        want = math.log(math.fsum(np.exp(-alpha * np.log1p(np.arange(200_000) / q))))
+    assert float(zeta._log_zeta(np.array(alpha), np.array(q))) == pytest.approx(want, rel=2e-11, abs=2e-11)
+
+
+def test_a_large_discrete_exponent_is_the_maximum() -> None:
+    found = fit_discrete(np.repeat([1000, 1001, 1003], [50, 20, 5]), xmin=1000)
+    logs = np.log(np.repeat([1.0, 1.001, 1.003], [50, 20, 5]))
+    score = logs.mean()
+
+    def slope(alpha: float) -> float:
+        k = np.arange(4000)
+        weight = np.exp(-alpha * np.log1p(k / 1000))
+        return score - float((weight * np.log1p(k / 1000)).sum() / weight.sum())
+
+    assert found.alpha > 500
+    assert abs(slope(found.alpha)) < 1e-7 * score
+    assert slope(0.99 * found.alpha) < 0 < slope(1.01 * found.alpha)
+
+
+def test_a_discrete_tail_of_one_value_has_no_exponent() -> None:
+    """Its likelihood grows with the exponent for ever."""
+    assert fit_discrete([1, 2, 3, 3, 3], xmin=3).status == Status.UNDEFINED
+    assert fit_discrete([1, 2, 3, 3, 3], xmin=2).status == Status.OK
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_lose_no_discrete_candidate(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    x = rng.zipf(1.5, 300).clip(0, 10**7) if seed % 2 else rng.integers(1, 10 ** (1 + seed // 2), 300)
+    every = fit_discrete(x)
+    monkeypatch.setattr(zeta, "_DIRECT", 0)
+    bounded = fit_discrete(x)
+    assert (bounded.xmin, bounded.alpha, bounded.ks) == (every.xmin, every.alpha, every.ks)
+
+
+def test_many_distinct_whole_numbers_take_no_square_of_time() -> None:
+    started = time.process_time()
+    assert fit_discrete(np.arange(1, 30_001)).status == Status.OK
+    assert time.process_time() - started < 10  # comparing all tails at all values takes minutes

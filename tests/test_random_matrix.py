@@ -396,3 +396,12 @@ def test_peak_memory_is_as_projected(limit: int, tmp_path: Path) -> None:
     with Session(str(tmp_path / "s.zarr")) as session:
         svals = session.results.dataset("weights_rand_svals").weights_rand_svals.sel(model_id="big", name="w.weight")
     assert float((svals**2).sum()) == pytest.approx(40_000 * 256, rel=1e-2)
+
+
+@pytest.mark.parametrize("scale", [1e200, 1e-200, 1e-170])
+def test_eigenvalues_out_of_range_have_no_bulk(scale: float) -> None:
+    """Weights at the ends of float64, whose squares are infinite or zero: no count rather than a wrong one."""
+    w = np.random.default_rng(0).standard_normal((30, 20)) * scale
+    for name, (value, why) in statuses(w, *(name for name in NOISE_FIELDS if name != "w1_rand_distance")).items():
+        assert math.isnan(value), name
+        assert why, name

@@ -146,5 +146,5 @@ def test_blocks_of_another_matrix_are_refused(monkeypatch: pytest.MonkeyPatch, l
 
 
 def test_a_negative_seed_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="from 0 on"):
+    with pytest.raises(ConfigurationError, match="from 0 to"):
         shuffle.permuted(np.eye(2), -1)

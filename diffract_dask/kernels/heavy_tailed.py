@@ -8,6 +8,7 @@ precision of the stored weights (``esd_zero``) are left out everywhere.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,7 @@ def _n_tail(of: str) -> Field:
     version=1,
     workspace=_workspace(400),
     status=tail_status,
+    check=partial(powerlaw.check_options, "power_law"),
 )
 def power_law_fit(
     esd: ArrayLike,
@@ -198,7 +200,7 @@ def power_law_fit(
     Raises
     ------
     ConfigurationError
-        `xmin` or `xmax` make no sense.
+        A parameter makes no sense.
 
     Notes
     -----
@@ -261,6 +263,7 @@ def power_law_fit(
     version=1,
     workspace=_workspace(1200),
     status=tail_status,
+    check=partial(powerlaw.check_options, "truncated_power_law"),
 )
 def truncated_power_law_fit(
     esd: ArrayLike,
@@ -334,6 +337,7 @@ def truncated_power_law_fit(
     version=1,
     workspace=_workspace(400),
     status=tail_status,
+    check=partial(powerlaw.check_options, "exponential"),
 )
 def exponential_fit(
     esd: ArrayLike,
@@ -405,6 +409,7 @@ def exponential_fit(
     version=1,
     workspace=_workspace(600),
     status=tail_status,
+    check=partial(powerlaw.check_options, "lognormal"),
 )
 def lognormal_fit(
     esd: ArrayLike,

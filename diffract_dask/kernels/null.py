@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from diffract_dask import linalg, shuffle
-from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import Field, Status
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.spectral import esd as to_esd
 from diffract_dask.kernels.workspace import scalars, spectra
+from diffract_dask.options import check_whole
 
 __all__ = [
     "esd_rand",
@@ -34,6 +34,14 @@ _LARGEST_SEED = 2**53
 Array = NDArray[np.float64]
 
 
+def _check_seed(*, seed: Any) -> None:
+    check_whole("seed", seed, 0)
+
+
+def _check_replicas(*, replicas: Any) -> None:
+    check_whole("replicas", replicas, 2)
+
+
 @kernel(
     rand_seed=Field(
         long_name="Seed of the null",
@@ -45,6 +53,7 @@ Array = NDArray[np.float64]
     ),
     version=1,
     workspace=scalars(1),
+    check=_check_seed,
 )
 def rand_seed(shape: ArrayLike, *, seed: int = 42) -> NDArray[np.int64]:
     r"""Seed of the permutation of the null: the one place where it is set.
@@ -76,13 +85,8 @@ def rand_seed(shape: ArrayLike, *, seed: int = 42) -> NDArray[np.int64]:
     >>> int(rand_seed((24, 16)))
     42
     """
-    _check_whole("rand_seed", "seed", seed, 0)
+    _check_seed(seed=seed)
     return np.full(np.shape(shape)[:-1], seed, np.int64)
-
-
-def _check_whole(kernel_name: str, name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST_SEED:
-        raise ConfigurationError(f"{kernel_name}: {name} is {value!r}; give a whole number from {least} to 2**53")
 
 
 def _shuffled(weights: NDArray[Any], seeds: ArrayLike) -> NDArray[Any]:
@@ -228,7 +232,7 @@ class ReplicasStream(NullStream):
     ) -> tuple[Any, ...]:
         """Return means and spreads over the replicas."""
         count, seed, spectrum = params["replicas"], int(params["rand_seed"]), np.asarray(params["esd"])
-        _check_whole("rand_replicas", "replicas", count, 2)
+        _check_replicas(replicas=count)
         longer = max(state[0])
         drawn = (to_esd(self.spectrum(state, reread, seed + i), longer) for i in range(count))
         return _mean_and_spread(drawn, spectrum)
@@ -564,6 +568,7 @@ _NO_MEAN = "the weights hold NaN or infinity, or are all zero"
     ),
     version=1,
     blocks=ReplicasStream(),
+    check=_check_replicas,
     workspace=_replicas_workspace,
 )
 def rand_replicas(weights: ArrayLike, rand_seed: ArrayLike, esd: ArrayLike, *, replicas: int = 16) -> tuple[Array, ...]:
@@ -607,7 +612,7 @@ def rand_replicas(weights: ArrayLike, rand_seed: ArrayLike, esd: ArrayLike, *, r
     """
     array, seeds = np.asarray(weights), np.asarray(rand_seed)
     longer = max(array.shape[-2:])
-    _check_whole("rand_replicas", "replicas", replicas, 2)
+    _check_replicas(replicas=replicas)
     nulls = (_shuffled(array, seeds + i) for i in range(replicas))
     drawn = (to_esd(linalg.singular_values(null).values, longer) for null in nulls)
     return _mean_and_spread(drawn, np.asarray(esd, np.float64))

@@ -7,15 +7,16 @@ the scale of the weights.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from diffract_dask import randommatrix
-from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import Field, Status
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
+from diffract_dask.options import check_number
 
 __all__ = [
     "marchenko_pastur_fit",
@@ -30,13 +31,26 @@ __all__ = [
     "w1_rand_distance",
 ]
 
-_NO_NOISE = "the weights hold NaN or infinity, are all equal, or are a single row or column"
+_NO_NOISE = (
+    "the weights hold NaN or infinity, are all equal, or are a single row or column; or the eigenvalues leave "
+    "the range of float64"
+)
 Array = NDArray[np.float64]
 
 
 def degenerate_where_nan(*outputs: Array) -> NDArray[np.uint8]:
     """Return DEGENERATE where there is no value; where the weights are not finite, their own status comes first."""
     return np.where(np.isnan(outputs[0]), Status.DEGENERATE, Status.OK).astype(np.uint8)
+
+
+def _check_without_bulk(*, without_bulk: Any) -> None:
+    if without_bulk is not None:
+        check_number("without_bulk", without_bulk, lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1, or None")
+
+
+def _check_threshold(*, p_value_threshold: Any) -> None:
+    meaning = "a probability from 1e-11 to 1 - 1e-11"
+    check_number("p_value_threshold", p_value_threshold, lambda value: 1e-11 <= value <= 1.0 - 1e-11, meaning)
 
 
 def _column(value: ArrayLike) -> Array:
@@ -66,7 +80,7 @@ def _column(value: ArrayLike) -> Array:
         valid_range=(0.0, math.inf),
         nan=_NO_NOISE,
     ),
-    version=1,
+    version=2,
     workspace=spectra(4),
     status=degenerate_where_nan,
 )
@@ -98,8 +112,9 @@ def marchenko_pastur_fit(
     -----
     .. math:: \lambda_\pm = s_b^2 (1 \pm Q^{-1/2})^2
 
-    All three are NaN for entries that are all equal, which hold no noise, and for a single row or column, of which one
-    eigenvalue says nothing. Diffract gives edges of 0 and of that eigenvalue there.
+    All three are NaN for entries that are all equal, which hold no noise, for a single row or column, of which one
+    eigenvalue says nothing, and where eigenvalues overflow or all underflow. Diffract gives
+    edges of 0 and of that eigenvalue there.
 
     References
     ----------
@@ -112,7 +127,9 @@ def marchenko_pastur_fit(
     """
     null, ratio = np.asarray(esd_rand, np.float64), 1.0 / np.asarray(aspect_ratio, np.float64)
     scale = np.asarray(weights_std, np.float64)
-    measurable = (scale > 0.0) & (null.shape[-1] > 1) & ~np.isnan(esd_max)
+    greatest = np.maximum(null[..., -1], esd_max)
+    within_range = (greatest >= np.finfo(np.float64).tiny) & (greatest < np.inf)
+    measurable = (scale > 0.0) & (null.shape[-1] > 1) & within_range
     scale = np.where(measurable, randommatrix.noise_scale(null, scale, ratio), np.nan)
     lower, upper = randommatrix.mp_edges(ratio, scale)
     return np.minimum(upper, esd_max), lower, scale
@@ -172,6 +189,7 @@ def mp_sval_max(mp_esd_max: ArrayLike, greater_dim: ArrayLike) -> Array:
     version=1,
     workspace=spectra(20),
     status=degenerate_where_nan,
+    check=_check_without_bulk,
 )
 def mp_ks(
     aspect_ratio: ArrayLike,
@@ -220,6 +238,7 @@ def mp_ks(
     >>> float(mp_ks(1.0, 1.0, [9.0], 4.0, 0.0)), float(mp_ks(1.0, 1.0, [9.0], 4.0, 0.0, without_bulk=1.0))
     (nan, 1.0)
     """
+    _check_without_bulk(without_bulk=without_bulk)
     values = np.asarray(esd, np.float64)
     lower, upper, ratio, scale = _column(mp_esd_min), _column(mp_esd_max), 1.0 / _column(aspect_ratio), mp_bulk_std
     with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
@@ -433,6 +452,7 @@ def mp_soft_rank(mp_esd_max: ArrayLike, esd_max: ArrayLike) -> Array:
     ),
     version=1,
     workspace=scalars(8),
+    check=_check_threshold,
 )
 def tw_esd_bound(
     greater_dim: ArrayLike, lower_dim: ArrayLike, mp_bulk_std: ArrayLike, *, p_value_threshold: float = 0.005
@@ -470,14 +490,8 @@ def tw_esd_bound(
     >>> round(float(tw_esd_bound(24, 16, 0.715890573033852)), 8)
     2.00293834
     """
-    try:
-        quantile = float(randommatrix.tracy_widom_isf(p_value_threshold))
-    except (TypeError, ValueError):
-        quantile = math.nan
-    if math.isnan(quantile):
-        raise ConfigurationError(
-            f"tw_esd_bound: p_value_threshold is {p_value_threshold!r}; give a probability from 1e-11 to 1 - 1e-11"
-        )
+    _check_threshold(p_value_threshold=p_value_threshold)
+    quantile = float(randommatrix.tracy_widom_isf(p_value_threshold))
     longer, shorter = np.sqrt(np.asarray(greater_dim, np.float64) - 1.0), np.sqrt(np.asarray(lower_dim, np.float64))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
         both = longer + shorter

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import entr
 
-from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import Field
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
+from diffract_dask.options import check_number
 
 __all__ = ["effective_rank", "hard_rank", "numerical_rank", "stable_rank"]
 
@@ -23,6 +24,14 @@ def _relative(weights_svals: ArrayLike) -> NDArray[np.float64]:
     svals = np.asarray(weights_svals, np.float64)
     with np.errstate(divide="ignore", invalid="ignore", under="ignore"):
         return np.asarray(svals / svals[..., -1:])
+
+
+def _check_rtol(*, rtol: Any) -> None:
+    check_number("rtol", rtol, lambda value: 0.0 <= value < 1.0, "at least 0 and less than 1")
+
+
+def _check_factor(*, factor: Any) -> None:
+    check_number("factor", factor, lambda value: 0.0 <= value < math.inf, "at least 0 and finite")
 
 
 @kernel(
@@ -132,6 +141,7 @@ def stable_rank(frob_norm: ArrayLike, l2_norm: ArrayLike) -> NDArray[np.float64]
     ),
     version=1,
     workspace=spectra(2),
+    check=_check_rtol,
 )
 def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.float64]:
     r"""Number of eigenvalues of :math:`W^T W` above a fraction of the greatest.
@@ -172,8 +182,7 @@ def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.flo
     >>> float(hard_rank([1e-4, 0.5, 1.0], rtol=1e-9))
     3.0
     """
-    if not 0.0 <= rtol < 1.0:
-        raise ConfigurationError(f"hard_rank: rtol is {rtol!r}; it must be at least 0 and less than 1")
+    _check_rtol(rtol=rtol)
     ratio = _relative(weights_svals)
     with np.errstate(invalid="ignore", under="ignore"):
         count = np.count_nonzero(np.square(ratio) > rtol, axis=-1)
@@ -194,13 +203,14 @@ def hard_rank(weights_svals: ArrayLike, *, rtol: float = 1e-5) -> NDArray[np.flo
     ),
     esd_zero=Field(
         long_name="Numerical zero of the ESD",
-        formula=r"\lambda_0 = (c\,(u\,\|W\|_F + \delta))^2 / N",
+        formula=r"\lambda_0 = \max((c\,(u\,\|W\|_F + \delta + 2^{-53} N \sigma_{\max}))^2 / N, 2^{-1022})",
         reference="golub2013matrix",
         valid_range=(0.0, math.inf),
         nan="the weights hold NaN or infinity",
     ),
-    version=1,
+    version=2,
     workspace=spectra(4),
+    check=_check_factor,
 )
 def numerical_rank(
     weights_svals: ArrayLike,
@@ -235,15 +245,18 @@ def numerical_rank(
     Raises
     ------
     ConfigurationError
-        `factor` is negative or not a number.
+        `factor` is not a finite number from 0 on.
 
     Notes
     -----
-    .. math:: \lambda_0 = (c\,(u\,\|W\|_F + \delta))^2 / N, \quad \#\{i : \lambda_i > \lambda_0\}
+    .. math:: \lambda_0 = \max((c\,(u\,\|W\|_F + \delta + 2^{-53} N \sigma_{\max}))^2 / N, 2^{-1022}),
+              \quad \#\{i : \sigma_i > c\,(\dots)\}
 
     Rounding to nearest moves a weight by at most u times its size, hence the matrix by at most :math:`u\|W\|_F`, and no
-    singular value by more (Weyl). What lies below cannot be told from zero. This is never more than the usual
-    :math:`\tfrac12 \sqrt{m + n + 1}\,\varepsilon\,\sigma_1`, which takes every singular value for the greatest one.
+    singular value by more (Weyl). What lies below cannot be told from zero. The error :math:`\delta` is that of sums
+    whose roundings are independent; those of equal numbers are not, and in a matrix of equal entries they all go one
+    way: hence the third term, the usual worst case. Eigenvalues below
+    :math:`2^{-1022}` lack digits, which singular values of that rank may well have; they are left out of the fits too.
 
     References
     ----------
@@ -255,13 +268,16 @@ def numerical_rank(
     >>> float(rank), bool(1e-16 < zero < 1e-14)
     (2.0, True)
     """
-    if not factor >= 0.0:
-        raise ConfigurationError(f"numerical_rank: factor is {factor!r}; it must be at least 0")
+    _check_factor(factor=factor)
     svals = np.asarray(weights_svals, np.float64)
     with np.errstate(divide="ignore", invalid="ignore", under="ignore", over="ignore"):
         frobenius = svals[..., -1] * np.sqrt(np.sum(np.square(_relative(svals)), axis=-1))
         frobenius = np.where(svals[..., -1] == 0.0, 0.0, frobenius)
-        bound = factor * (np.asarray(rounding, np.float64) * frobenius + np.asarray(weights_svals_error, np.float64))
+        longer = np.asarray(greater_dim, np.float64)
+        aligned = longer * 2.0**-53 * svals[..., -1]
+        bound = np.asarray(rounding, np.float64) * frobenius + np.asarray(weights_svals_error, np.float64) + aligned
+        bound = factor * bound
         count = np.count_nonzero(svals > bound[..., np.newaxis], axis=-1)
-        zero = np.square(bound / np.sqrt(np.asarray(greater_dim, np.float64)))
+        zero = np.square(bound / np.sqrt(longer))
+        zero = np.where(bound > 0.0, np.maximum(zero, np.finfo(np.float64).tiny), zero)
     return np.where(np.isnan(bound), np.nan, count), np.asarray(zero)

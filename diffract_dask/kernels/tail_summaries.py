@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from diffract_dask.fields import Field, Status
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
+from diffract_dask.options import check_number
 
 __all__ = [
     "detx",
@@ -46,6 +48,10 @@ def _presence(esd_min: ArrayLike, esd_max: ArrayLike, xmin: ArrayLike) -> Array:
 def _scale(esd_max: ArrayLike, rate: ArrayLike) -> Array:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return np.multiply(esd_max, rate, dtype=np.float64)
+
+
+def _check_spread(*, min_spread: Any) -> None:
+    check_number("min_spread", min_spread, lambda value: 0.0 <= value < math.inf, "at least 0 and finite")
 
 
 @kernel(
@@ -403,9 +409,10 @@ def detx_status(num: Array, lower: Array) -> NDArray[np.uint8]:
         valid_range=(0.0, math.inf),
         nan="all eigenvalues are equal, nearly so, or zero, or the weights hold NaN or infinity",
     ),
-    version=1,
+    version=2,
     workspace=spectra(5),
     status=detx_status,
+    check=_check_spread,
 )
 def detx(esd: ArrayLike, esd_zero: ArrayLike, *, min_spread: float = MIN_SPREAD) -> tuple[Array, Array]:
     r"""Smallest upper tail whose eigenvalues, in units of their mean over the spectrum, have a product below one.
@@ -443,6 +450,7 @@ def detx(esd: ArrayLike, esd_zero: ArrayLike, *, min_spread: float = MIN_SPREAD)
     >>> float(num), float(lower)
     (3.0, 0.2)
     """
+    _check_spread(min_spread=min_spread)
     values = np.asarray(esd, np.float64)
     values = np.where(values <= np.asarray(esd_zero, np.float64)[..., np.newaxis], 0.0, values)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):

@@ -55,6 +55,7 @@ def _scale_free_p_value(
     ),
     version=1,
     workspace=_replicas,
+    check=powerlaw.check_replicas,
 )
 def pl_p_value(
     pl_ks: ArrayLike, pl_n_used: ArrayLike, pl_n_tail: ArrayLike, *, replicas: int = 2500, seed: int = 42
@@ -109,6 +110,7 @@ def pl_p_value(
     ),
     version=1,
     workspace=_replicas,
+    check=powerlaw.check_replicas,
 )
 def expon_p_value(
     expon_ks: ArrayLike, expon_n_used: ArrayLike, expon_n_tail: ArrayLike, *, replicas: int = 2500, seed: int = 42
@@ -163,6 +165,7 @@ def expon_p_value(
     ),
     version=1,
     workspace=_replicas,
+    check=powerlaw.check_replicas,
 )
 def tpl_p_value(
     tpl_ks: ArrayLike,
@@ -256,16 +259,18 @@ def _comparison_workspace(n: int, rows: int, cols: int, itemsize: int) -> int:
     pl_lognormal_p_value=_ratio_p_value("log-normal"),
     pl_tpl_ratio=_ratio("truncated power law"),
     pl_tpl_p_value=_ratio_p_value("truncated power law", r"P(\chi^2_1 > 2 |R|)"),
-    version=1,
+    version=2,
     workspace=_comparison_workspace,
 )
-def power_law_comparison(esd: ArrayLike, pl_esd_xmin: ArrayLike) -> tuple[Array, ...]:
+def power_law_comparison(esd: ArrayLike, esd_zero: ArrayLike, pl_esd_xmin: ArrayLike) -> tuple[Array, ...]:
     r"""Compare the power law with other families on its own tail, by their likelihoods.
 
     Parameters
     ----------
     esd : array_like (..., k)
         Eigenvalues.
+    esd_zero : array_like (...,)
+        At or below it they count as zero and are not used.
     pl_esd_xmin : array_like (...,)
         Lower end of the power-law tail.
 
@@ -290,17 +295,18 @@ def power_law_comparison(esd: ArrayLike, pl_esd_xmin: ArrayLike) -> tuple[Array,
 
     Examples
     --------
-    >>> ratio, p_value, *_ = power_law_comparison((1 - np.arange(200) / 200) ** (-1 / 2.0), 1.0)
+    >>> ratio, p_value, *_ = power_law_comparison((1 - np.arange(200) / 200) ** (-1 / 2.0), 0.0, 1.0)
     >>> bool(ratio > 0), bool(p_value < 0.05)
     (True, True)
     """
     spectra_ = np.asarray(esd, np.float64)
     lead = spectra_.shape[:-1]
-    lower = np.broadcast_to(np.asarray(pl_esd_xmin, np.float64), lead).ravel()
+    lower, zeros = (np.broadcast_to(np.asarray(one, np.float64), lead).ravel() for one in (pl_esd_xmin, esd_zero))
     table = np.full((len(lower), 2 * len(_RIVALS)), np.nan)
-    for row, spectrum, xmin in zip(table, spectra_.reshape(-1, spectra_.shape[-1]), lower, strict=True):
+    for row, whole, xmin, zero in zip(table, spectra_.reshape(-1, spectra_.shape[-1]), lower, zeros, strict=True):
         if math.isnan(xmin):
             continue
+        spectrum = whole[whole > zero]
         mine = powerlaw.fit(spectrum, xmin=float(xmin))
         for i, family in enumerate(_RIVALS):
             rival = powerlaw.fit(spectrum, family, xmin=float(xmin))

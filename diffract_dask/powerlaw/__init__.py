@@ -7,14 +7,25 @@ values are candidates, and none is left out that could be the best one; see :mod
 
 from __future__ import annotations
 
-from diffract_dask.powerlaw.bootstrap import bootstrap_p_value, p_value_of_distance
-from diffract_dask.powerlaw.fits import PARAMETERS, Comparison, TailFit, compare, fit, fit_discrete, log_density
+from diffract_dask.powerlaw.bootstrap import bootstrap_p_value, check_replicas, p_value_of_distance
+from diffract_dask.powerlaw.fits import (
+    PARAMETERS,
+    Comparison,
+    TailFit,
+    check_options,
+    compare,
+    fit,
+    fit_discrete,
+    log_density,
+)
 
 __all__ = [
     "PARAMETERS",
     "Comparison",
     "TailFit",
     "bootstrap_p_value",
+    "check_options",
+    "check_replicas",
     "compare",
     "fit",
     "fit_discrete",

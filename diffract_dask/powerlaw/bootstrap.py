@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from diffract_dask.errors import ConfigurationError
+from diffract_dask.options import check_whole
 from diffract_dask.powerlaw.families import FAMILIES, Family, Means, family_of
 from diffract_dask.powerlaw.fits import TailFit, fit
 
-__all__ = ["bootstrap_p_value", "p_value_of_distance"]
+__all__ = ["bootstrap_p_value", "check_replicas", "p_value_of_distance"]
 
 Array = NDArray[np.float64]
 
 _BLOCK = 1 << 19  # numbers of replicas that are worked on at a time
+
+
+def check_replicas(*, replicas: Any, seed: Any) -> None:
+    """Raise ConfigurationError for a number of replicas or a seed that makes no sense."""
+    check_whole("replicas", replicas, 1)
+    check_whole("seed", seed, 0)
 
 
 def bootstrap_p_value(
@@ -40,7 +48,7 @@ def bootstrap_p_value(
     Raises
     ------
     ConfigurationError
-        The fit has an upper end, or is of discrete data.
+        The fit has an upper end, or is of discrete data; or an option makes no sense.
 
     References
     ----------
@@ -53,6 +61,8 @@ def bootstrap_p_value(
     True
     """
     kind = family_of(found.family)
+    check_replicas(replicas=replicas, seed=seed)
+    check_whole("min_tail", min_tail, 1)
     if not math.isinf(found.xmax):
         raise ConfigurationError("bootstrap p-values are for fits without an upper end xmax")
     if found.status:
@@ -90,6 +100,7 @@ def p_value_of_distance(
     values alone, on no parameter.
     """
     kind = family_of(family)
+    check_replicas(replicas=replicas, seed=seed)
     if not (np.isfinite(ks) and n_tail >= 2):
         return math.nan
     rng = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,11 +13,12 @@ from scipy import special
 
 from diffract_dask.errors import ConfigurationError
 from diffract_dask.fields import Status
+from diffract_dask.options import check_number, check_whole
 from diffract_dask.powerlaw.families import FAMILIES, Family, Means, family_of
 from diffract_dask.powerlaw.tails import Tails, smallest_distance, tails_of
 from diffract_dask.powerlaw.zeta import fit_tails
 
-__all__ = ["PARAMETERS", "Comparison", "TailFit", "compare", "fit", "fit_discrete", "log_density"]
+__all__ = ["PARAMETERS", "Comparison", "TailFit", "check_options", "compare", "fit", "fit_discrete", "log_density"]
 
 Array = NDArray[np.float64]
 
@@ -134,7 +135,7 @@ def fit(
     Raises
     ------
     ConfigurationError
-        An unknown family, ends that make no sense, or `xmax` with a family that has none.
+        An unknown family, an option that makes no sense, or `xmax` with a family that has none.
 
     Notes
     -----
@@ -153,7 +154,7 @@ def fit(
     (2.51, 2.0, 1000, 'OK')
     """
     kind = family_of(family)
-    _check_ends(family, kind, xmin, xmax)
+    check_options(family, xmin=xmin, xmax=xmax, min_tail=min_tail, min_values=min_values, min_spread=min_spread)
     data = np.asarray(values, np.float64).ravel()
     if not np.isfinite(data).all():
         return TailFit(family, len(data), 0, Status.NON_FINITE)
@@ -176,14 +177,17 @@ def fit(
         return _fitted(none, kind, tails, best, shapes[:, best], xmax)
 
 
-def _check_ends(family: str, kind: Family, xmin: float | None, xmax: float | None) -> None:
-    if xmin is not None and not (0.0 < xmin < math.inf):
-        raise ConfigurationError(f"xmin is {xmin!r}; it must be positive and finite")
+def check_options(family: str, *, xmin: Any, min_tail: Any, min_values: Any, min_spread: Any, xmax: Any = None) -> None:
+    """Raise ConfigurationError for an option of :func:`fit` that makes no sense."""
+    if xmin is not None:
+        check_number("xmin", xmin, lambda value: 0.0 < value < math.inf, "positive and finite")
+    check_whole("min_tail", min_tail, 1)
+    check_whole("min_values", min_values, 0)
+    check_number("min_spread", min_spread, lambda value: 0.0 <= value < math.inf, "at least 0 and finite")
     if xmax is None:
         return
-    if not (xmin or 0.0) < xmax < math.inf:
-        raise ConfigurationError(f"xmax is {xmax!r}; it must be finite and above xmin")
-    if not kind.bounded:
+    check_number("xmax", xmax, lambda value: (xmin or 0.0) < value < math.inf, "finite and above xmin")
+    if not FAMILIES[family].bounded:
         known = ", ".join(name for name, one in FAMILIES.items() if one.bounded)
         raise ConfigurationError(f"the family {family!r} has no fit with an upper end xmax; these have: {known}")
 
@@ -309,7 +313,7 @@ def fit_discrete(values: ArrayLike, *, xmin: int | None = None, min_tail: int = 
     Raises
     ------
     ConfigurationError
-        A value is not a whole number.
+        A value is not a whole number, or an option makes no sense.
 
     Notes
     -----
@@ -329,6 +333,10 @@ def fit_discrete(values: ArrayLike, *, xmin: int | None = None, min_tail: int = 
     >>> round(found.alpha, 2), found.n_tail
     (2.72, 785)
     """
+    if xmin is not None:
+        check_whole("xmin", xmin, 1)
+    check_whole("min_tail", min_tail, 1)
+    check_whole("min_values", min_values, 0)
     data = np.asarray(values, np.float64).ravel()
     if not np.isfinite(data).all():
         return TailFit("zeta", len(data), 0, Status.NON_FINITE)
@@ -342,7 +350,8 @@ def fit_discrete(values: ArrayLike, *, xmin: int | None = None, min_tail: int = 
     points, counts = np.unique(used, return_counts=True)
     found = fit_tails(points, counts, xmin, min_tail)
     if found is None:
-        return TailFit("zeta", len(data), len(used), Status.FEW_VALUES)
+        enough = xmin is not None and int((used >= xmin).sum()) >= min_tail
+        return TailFit("zeta", len(data), len(used), Status.UNDEFINED if enough else Status.FEW_VALUES)
     return TailFit(
         "zeta",
         len(data),
