@@ -24,6 +24,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from diffract_dask.errors import UnencodableError
+from diffract_dask.runs.naming import own_name
 
 __all__ = [
     "canonical",
@@ -64,7 +65,7 @@ def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
     {'$map': [['a', [1, 1.0, True]], ['b', {'$float': 'nan'}], [3, {'$bytes': 'eA=='}]]}
     """
     if isinstance(value, Enum):
-        return {"$enum": f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"}
+        return _enumerated(value, where, whole)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, (int, str)):
@@ -79,6 +80,17 @@ def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
         items = [encode(item, f"an item of {where}", whole=whole) for item in value]
         return {"$set": sorted(items, key=plain_text)}
     return _rare(value, where, whole)
+
+
+def _enumerated(value: Enum, where: str, whole: bool) -> Any:
+    """Return a member by name and by value: both can change, and either changes what a stage does."""
+    kind = type(value)
+    module = own_name(vars(sys.modules[kind.__module__])) if kind.__module__ in sys.modules else kind.__module__
+    name = f"{module}.{kind.__qualname__}.{value.name}"
+    try:
+        return {"$enum": [name, encode(value.value, where, whole=whole)]}
+    except UnencodableError:
+        return {"$enum": name}
 
 
 def _float(value: float) -> Any:
@@ -115,7 +127,9 @@ def _rare(value: Any, where: str, whole: bool) -> Any:
     if numpy is not None and isinstance(value, numpy.generic) and type(value.item()) in (bool, int, float, complex):
         return encode(value.item(), where)
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and not value.dtype.hasobject:
-        return _array(numpy.asarray(value), whole)
+        known = (numpy.ndarray, numpy.memmap, numpy.matrix, numpy.recarray)
+        if isinstance(value, numpy.generic) or type(value) in known:  # others have masks or units, which would be lost
+            return _array(numpy.asarray(value), whole)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise UnencodableError(
         f"{where} is {_an(kind)} ({str(value)[:60]!r}), which has no canonical form; give numbers, strings, booleans, "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import quote
 
 from diffract_dask.errors import ArtifactError, DeclarationError, UnknownNameError, did_you_mean
 
-__all__ = ["check_known", "check_name", "folder", "inside", "names"]
+__all__ = ["check_known", "check_name", "folder", "inside", "names", "own_name"]
 
 _LONGEST = 120
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
@@ -28,6 +29,17 @@ def check_name(name: object, what: str) -> str:
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise DeclarationError(f"the name of a {what} is a printable text that is not empty, not {name!r}")
     return name
+
+
+def own_name(variables: Mapping[str, Any]) -> str:
+    """Return the name of the module with these globals; of a script, the name it would be imported by."""
+    name = str(variables.get("__name__", "__main__"))
+    if name != "__main__":
+        return name
+    spec, file = variables.get("__spec__"), variables.get("__file__")
+    if spec is not None:
+        return str(spec.name).removesuffix(".__main__")
+    return os.path.splitext(os.path.basename(file))[0] if file and os.path.isfile(file) else name
 
 
 def folder(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from diffract_dask.errors import DeclarationError, UnknownNameError, did_you_mean
 from diffract_dask.runs import encoding
 from diffract_dask.runs.config import Config, Overrides, encode_overrides, frozen_overrides
-from diffract_dask.runs.naming import check_name
+from diffract_dask.runs.naming import check_name, own_name
 from diffract_dask.runs.records import SHORT
 
 if TYPE_CHECKING:
@@ -89,13 +89,7 @@ class _Origin:
 
 def owner(frame: FrameType) -> str:
     """Return the name of the module that a frame runs in; of a script, the name it would be imported by."""
-    name = str(frame.f_globals.get("__name__", "__main__"))
-    if name != "__main__":
-        return name
-    spec, file = frame.f_globals.get("__spec__"), frame.f_globals.get("__file__")
-    if spec is not None:
-        return str(spec.name).removesuffix(".__main__")
-    return os.path.splitext(os.path.basename(file))[0] if file and os.path.isfile(file) else name
+    return own_name(frame.f_globals)
 
 
 class VariantRegistry:
