@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Set
@@ -261,9 +262,13 @@ def strict(data: Any) -> Any:
     return data
 
 
+_LONE = re.compile("[\ud800-\udfff]")
+
+
 def dumps(data: Any) -> str:
     """Return indented strict JSON, with a newline at the end."""
-    return json.dumps(strict(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(strict(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return _LONE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # of file names that are no UTF-8
 
 
 def _bare_constant(name: str) -> Any:

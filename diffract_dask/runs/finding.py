@@ -23,6 +23,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": lambda a, b: a > b,
     ">=": lambda a, b: a >= b,
 }
+_SPELT = {"none": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 _CONDITION = re.compile(r"\s*([^=<>!]+?)\s*(<=|>=|!=|==|=|<|>)\s*(.+?)\s*")
 
 
@@ -68,11 +69,11 @@ def find(catalog: Catalog, query: str) -> list[Found]:
     text = query.strip()
     if not text:
         raise RunError("a query is the start of a fingerprint, a part of a name, or a condition such as scan.step=1e-8")
-    condition = _CONDITION.fullmatch(text)
+    condition, lowered = _CONDITION.fullmatch(text), text.lower()
     if condition:
-        return _by_config(catalog, *condition.groups())
-    lowered = text.lower()
-    found = _by_fingerprint(catalog, lowered) if _HEX.fullmatch(lowered) else []
+        found = _by_config(catalog, *condition.groups())
+    else:
+        found = _by_fingerprint(catalog, lowered) if _HEX.fullmatch(lowered) else []
     return found + [item for item in _by_name(catalog, lowered) if (item.kind, item.name, item.run) not in _ids(found)]
 
 
@@ -120,9 +121,9 @@ def _by_name(catalog: Catalog, text: str) -> list[Found]:
 def _by_config(catalog: Catalog, path: str, sign: str, wanted: str) -> list[Found]:
     test = _COMPARE["=" if sign == "==" else sign]
     try:
-        value: Any = encoding.loads(wanted)
+        value: Any = encoding.decode(encoding.loads(wanted))
     except ValueError:
-        value = {"None": None, "True": True, "False": False}.get(wanted, wanted.strip("'\""))
+        value = _SPELT.get(wanted.lower(), wanted.strip("'\""))
 
     def holds(config: Any) -> bool:
         given = leaves(config) if isinstance(config, dict) else {}

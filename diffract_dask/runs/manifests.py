@@ -40,7 +40,7 @@ def described(module: str) -> dict[str, Any]:
         "schema": SCHEMA,
         "module": module,
         "file": f"{module.replace('.', '/')}.py" if file else None,
-        "sha256": digest_of(file),
+        "sha256": _digest(module, file),
         "error": None,
         "helpers": _helpers(found, module),
         "pipelines": [_pipeline(item, found[item.name]) for item in pipelines.values()],
@@ -111,6 +111,12 @@ def digest_of(file: str | os.PathLike[str] | None) -> str | None:
         return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
         return None
+
+
+def _digest(module: str, file: str | None) -> str | None:
+    """Return the SHA-256 of a module's source, as it was when it declared what it declares."""
+    text = registry.source_text(module)
+    return digest_of(file) if text is None else hashlib.sha256(text).hexdigest()
 
 
 _written: dict[str, tuple[int, str | None]] = {}

@@ -239,7 +239,7 @@ class _Work:
         path = self.stage_path(stage.name)
         try:
             key = (path / outputs.KEY).read_text(encoding="utf8").strip()
-        except OSError:
+        except (OSError, ValueError):
             return False
         meta = encoding.read_json(path / outputs.META)
         return (
@@ -366,6 +366,7 @@ class _Work:
         name, path = stage.name, self.stage_path(stage.name)
         for left in path.glob(".*.lock"):
             left.unlink(missing_ok=True)
+        outputs.settle(path, self.registry.root)
         entries = outputs.recorded(path)
         metrics = outputs.metrics_digest(path)
         meta = {
@@ -378,6 +379,7 @@ class _Work:
             "made_from": self._made_from(stage),
             "outputs": entries,
             "links": outputs.links(path),
+            "empty": outputs.empty(path),
             "metrics_sha256": metrics,
             "outputs_sha256": outputs.content(entries, metrics),
             "checkpoints": encoding.read_json(path / "checkpoints.json", []),

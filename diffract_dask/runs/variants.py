@@ -6,8 +6,10 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +103,7 @@ class VariantRegistry:
         self._pipelines: dict[str, dict[str, Pipeline]] = {}
         self._chains: dict[str, dict[str, Chain]] = {}
         self._files: dict[str, str] = {}
+        self._texts: dict[str, bytes] = {}
         self._lock = threading.RLock()
         self.count = 0
 
@@ -185,7 +188,7 @@ class VariantRegistry:
     def drop_module(self, module: str) -> None:
         """Forget what a module has declared."""
         with self._lock:
-            for table in (self._variants, self._pipelines, self._chains):
+            for table in (self._variants, self._pipelines, self._chains, self._files, self._texts):
                 table.pop(module, None)
             self._origins = {key: at for key, at in self._origins.items() if key[0] != module}
             self.count += 1
@@ -213,11 +216,17 @@ class VariantRegistry:
                 self._pipelines.setdefault(declared.module, {})[declared.name] = declared
             if declared.source_file:
                 self._files[declared.module] = declared.source_file
+                with suppress(OSError):  # now, while it is what runs: it may be edited before the first run
+                    self._texts[declared.module] = Path(declared.source_file).read_bytes()
             self.count += 1
 
     def source_file(self, module: str) -> str | None:
         """Return the file of a module that has declared a pipeline or chain, if it has one."""
         return self._files.get(module)
+
+    def source_text(self, module: str) -> bytes | None:
+        """Return the source of such a module as it was when it declared that."""
+        return self._texts.get(module)
 
 
 registry = VariantRegistry()
