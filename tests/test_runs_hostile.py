@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -12,8 +13,9 @@ from test_runs_findings import TWO_STAGES
 from test_runs_running import in_a_stage
 
 import diffract_dask.runs as dm
-from diffract_dask.errors import ArtifactError, DeclarationError
+from diffract_dask.errors import ArtifactError, DeclarationError, RunInputError, UnencodableError, UnknownNameError
 from diffract_dask.runs import snapshots
+from diffract_dask.runs.naming import folder
 
 TWO_KEYS = """
 import os
@@ -211,3 +213,138 @@ CHAIN.variation('second', x='w')
     assert row.better == {"x.s.inf": False, "x.s.same": None}
     assert "x.s.huge" not in row.deltas
     json.dumps(dm.as_json(row), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, "x", None, [1], {"a": 1}, {"x.txt": {"size": 2}}, {"../../../x": "/etc"}], ids=repr
+)
+def test_damaged_notes_of_a_stage_vouch_for_nothing(project: Project, wrong: object) -> None:
+    first = project.declare("two", TWO_STAGES).PIPELINE.run("base", project.runs)
+    path = Path(first.fdir) / "stages/first/_meta.json"
+    good = json.loads(path.read_text())
+    for i, name in enumerate(("outputs", "links", "empty", "checkpoints", "components", "computed_by")):
+        path.write_text(json.dumps({**good, name: wrong}))
+        dm.why(project.runs, first, first), project.runs.outputs(first)
+        other = project.declare("two", TWO_STAGES.replace("b=2", f"b={i + 3}")).PIPELINE.run("base", project.runs)
+        assert (Path(other.fdir) / "stages/first/outputs/x.txt").read_text() == "10"
+    assert not [path for path in (project.folder / "runs").rglob("x") if path.is_symlink()]
+
+
+def paths_of(data: object, above: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    pairs = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [found for key, item in pairs for found in ((*above, key), *paths_of(item, (*above, key)))]
+
+
+@pytest.mark.parametrize("wrong", [None, [1]], ids=repr)
+def test_a_damaged_manifest_is_named_and_stops_no_question(project: Project, wrong: object) -> None:
+    source = """
+dm.register('v', a=1)
+dm.register('w', base='v', a=2)
+def f(ctx): pass
+CHAIN = dm.Chain('c', [dm.ChainStep('x', dm.Pipeline('p', [dm.Stage('s', f)]))])
+CHAIN.variation('n', x='v')
+"""
+    project.declare("one", source).CHAIN.variations["n"].run(project.runs)
+    path = project.folder / "runs/_manifests/one.json"
+    good = path.read_text()
+    for where in paths_of(json.loads(good)):
+        data = json.loads(good)
+        at = data
+        for key in where[:-1]:
+            at = at[key]
+        at[where[-1]] = wrong
+        path.write_text(json.dumps(data))
+        catalog = dm.Catalog(project.runs, live=False)
+        dm.forest(catalog), dm.find(catalog, "v")
+        for ask in (dm.scoreboard, dm.chain_diff):
+            with contextlib.suppress(UnknownNameError):
+                ask(catalog, "c")
+        damaged = [item for item in catalog.errors if "one.json is damaged" in item.error]
+        assert damaged or "c" in catalog.chains or where[0] in ("module", "chains")
+        path.write_text(good)
+
+
+def test_a_stage_that_changes_what_its_code_refers_to_is_told(project: Project) -> None:
+    source = "dm.register('v')\nseen = []\ndef f(ctx): seen.append(VALUE)\n"
+    tail = "PIPELINE = dm.Pipeline('p', [dm.Stage('s', f)])\n"
+    for value in ("1", "(i for i in ())"):
+        record = project.declare("p", source.replace("VALUE", value) + tail).PIPELINE.run("v", project.runs)
+        assert any("will be computed again" in text for text in record.warnings)
+    record = project.declare("p", source.replace("seen.append(VALUE)", "pass") + tail).PIPELINE.run("v", project.runs)
+    assert record.warnings == []
+
+
+def test_a_name_like_that_of_a_long_one_has_a_folder_of_its_own(project: Project) -> None:
+    names = ["x" * 300, folder("x" * 300)]
+    source = "".join(f"dm.register({name!r})\n" for name in names) + "def f(ctx): pass\n"
+    pipeline = project.declare("p", source + "PIPELINE = dm.Pipeline('p', [dm.Stage('s', f)])\n").PIPELINE
+    for name in names:
+        pipeline.run(name, project.runs)
+    assert [len(project.runs.list_runs("p", name)) for name in names] == [1, 1]
+
+
+def test_an_integer_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(UnencodableError, match="4000 digits"):
+        dm.fingerprint(10**5000)
+
+
+KEPT = """
+dm.register('v', k={k})
+def f(ctx): ctx.artifact('s', 'x').write_text('same')
+PIPELINE = dm.Pipeline('p', [dm.Stage('s', f)])
+"""
+LINKS = """
+dm.register('v')
+def f(ctx): ctx.artifact('s', 'y', ctx.upstream_artifact('u', 'stages/s/outputs/x'), how='link')
+PIPELINE = dm.Pipeline('q', [dm.Stage('s', f, upstream={'u': 'stages/s/outputs/x'})])
+"""
+
+
+def test_prune_leaves_runs_that_links_lead_into(project: Project) -> None:
+    for k in (1, 2):
+        upstream = {"u": project.declare("p", KEPT.format(k=k)).PIPELINE.run("v", project.runs)}
+        record = project.declare("q", LINKS).PIPELINE.run("v", project.runs, upstream=upstream)
+    assert record.stage_status == {"s": "cached"}, (
+        "its link leads to the first run, and it was computed from the second"
+    )
+    for other in project.runs.list_runs("q"):
+        if other.fingerprint != record.fingerprint:
+            (Path(other.fdir) / "run.json").unlink()
+    (left,) = dm.prune(project.runs, pipeline="p", keep_last=1, dry_run=False)
+    assert left.kept == f"{record.where} was computed from it"
+    assert (Path(record.fdir) / "stages/s/outputs/y").read_text() == "same"
+
+
+@pytest.mark.parametrize("change", ["removed", "edited"])
+def test_an_upstream_that_is_not_what_it_was_is_refused(project: Project, change: str) -> None:
+    upstream = project.declare("p", KEPT.format(k=1)).PIPELINE.run("v", project.runs)
+    path = Path(upstream.fdir) / "stages/s/outputs/x"
+    path.unlink() if change == "removed" else path.write_text("other")
+    with pytest.raises(RunInputError, match="has been changed or removed since"):
+        project.declare("q", LINKS).PIPELINE.run("v", project.runs, upstream={"u": upstream})
+
+
+def test_a_stage_that_removes_its_own_folder_put_out_nothing(project: Project) -> None:
+    record = in_a_stage(project, "import shutil; ctx.artifact('s', 'x').write_text(''); shutil.rmtree(ctx.stage_dir())")
+    assert record.stage_status["s"] == "done"
+    assert project.runs.outputs(record) == []
+
+
+def test_keys_with_dots_and_dollars_are_told_apart(project: Project) -> None:
+    configs = {"p": {"a.b": 1}, "q": {"a": {"b": 1}}, "r": {"a.b": 2, "a": {"b": 1}}, "s": {"a": {"$set": 3}}}
+    for name, config in configs.items():
+        source = f"dm.register('v', {config})\ndef f(ctx): pass\nPIPELINE = dm.Pipeline({name!r}, [dm.Stage('s', f)])\n"
+        project.declare(name, source).PIPELINE.run("v", project.runs)
+    catalog = project.catalog
+    rows = {row.path: row.values for row in dm.compare(catalog, configs, "v").rows}
+    assert rows == {"'a.b'": [1, None, 2, None], "a.b": [None, 1, 1, None], "a.$set": [None, None, None, 3]}
+    assert {item.name for item in dm.find(catalog, "a.b=1")} == {"p/v", "q/v", "r/v"}
+    assert {item.name for item in dm.find(catalog, "a.$set>2")} == {"s/v"}
+
+
+def test_runs_of_diffman_are_listed_whatever_their_folders_are_called(project: Project) -> None:
+    path = project.folder / "runs/_old/_x/abcdef012345"
+    path.mkdir(parents=True)
+    record = {"pipeline": "_old", "variant": "_x", "fingerprint": "abcdef012345" + "0" * 52, "stage_keys": {}}
+    (path / "run.json").write_text(json.dumps(record))
+    assert [run.where for run in project.runs.list_runs()] == ["_old/_x/abcdef012345"]

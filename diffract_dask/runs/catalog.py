@@ -293,7 +293,8 @@ class Catalog:
     def _is_older(self, manifest: Mapping[str, Any], path: Path) -> bool:
         """Return whether a source, or one of the helpers that it calls, is not what a manifest was made from."""
         files = {manifest["module"]: (path, manifest.get("sha256"))}
-        for name, digest in manifest.get("helpers", {}).items():
+        helpers = manifest.get("helpers")
+        for name, digest in helpers.items() if isinstance(helpers, dict) else ():
             files[name] = (Path(str(self.scan_root), f"{name.replace('.', '/')}.py"), digest)
         return any(file.exists() and manifests.digest_of(file) != digest for file, digest in files.values())
 

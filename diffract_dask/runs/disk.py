@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from diffract_dask.errors import RunLockedError
-from diffract_dask.runs import encoding, leases, manifests, snapshots
+from diffract_dask.runs import encoding, leases, manifests, naming, outputs, snapshots
 from diffract_dask.runs.listing import RunRegistry
 from diffract_dask.runs.records import RunRecord, read_record
 
@@ -130,7 +130,8 @@ def prune(
 
     Notes
     -----
-    A run that another process works on stays, and so does one that a run which stays was computed from.
+    A run that another process works on stays, and so does one that a run which stays was computed from, or
+    whose files its links lead to.
     """
     every = registry.list_runs()
     among = [
@@ -179,6 +180,18 @@ def _age_days(record: RunRecord) -> float:
         return 0.0
 
 
+def _linked(record: RunRecord) -> list[str]:
+    """Return the runs, by folder, that links among the outputs of a run lead into."""
+    found = []
+    for stage in record.stages:
+        path = Path(record.fdir, "stages", naming.folder(stage))
+        for name, said in outputs.read_meta(path).get("links", {}).items():
+            end = Path(os.path.normpath((path / outputs.OUTPUTS / name).parent / said))
+            if record.root is not None and end.is_relative_to(record.root):
+                found.append("/".join(end.relative_to(record.root).parts[:3]))
+    return [where for where in found if where != record.where]
+
+
 def _needed(staying: list[RunRecord], every: list[RunRecord]) -> dict[str, str]:
     """Return the runs that others were computed from, by folder, with one that needs each."""
     table = {record.where: record for record in every}
@@ -186,7 +199,7 @@ def _needed(staying: list[RunRecord], every: list[RunRecord]) -> dict[str, str]:
     pending = list(staying)
     while pending:
         record = pending.pop()
-        for where in record.upstream_runs.values():
+        for where in (*record.upstream_runs.values(), *_linked(record)):
             if where not in found:
                 found[where] = record.where
                 pending += [table[where]] if where in table else []

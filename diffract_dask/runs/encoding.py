@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+_MOST_BITS = 13000
+
+
 def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
     """Return `value` as plain JSON data.
 
@@ -69,6 +72,8 @@ def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
         return _enumerated(value, where, whole)
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise UnencodableError(f"{where} is an integer of more than 4000 digits, which Python does not write as text")
     if isinstance(value, (int, str)):
         return int(value) if isinstance(value, int) else str(value)
     if isinstance(value, float):

@@ -10,6 +10,7 @@ from typing import Any
 from diffract_dask.errors import RunError
 from diffract_dask.runs import encoding
 from diffract_dask.runs.catalog import Catalog
+from diffract_dask.runs.config import UNSET
 from diffract_dask.runs.differences import leaves
 
 __all__ = ["Found", "find"]
@@ -127,9 +128,10 @@ def _by_config(catalog: Catalog, path: str, sign: str, wanted: str) -> list[Foun
 
     def holds(config: Any) -> bool:
         given = leaves(config) if isinstance(config, dict) else {}
-        if path not in given:
+        found = given.get(path, given.get(f"'{path}'", UNSET))
+        if found is UNSET:
             return False
-        present = encoding.decode(given[path])
+        present = encoding.decode(found)
         if isinstance(present, bool) != isinstance(value, bool):
             return False
         try:

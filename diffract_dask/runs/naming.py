@@ -15,6 +15,7 @@ from diffract_dask.errors import ArtifactError, DeclarationError, UnknownNameErr
 __all__ = ["check_known", "check_name", "folder", "inside", "names", "own_name"]
 
 _LONGEST = 120
+_CUT = re.compile(rf".{{{_LONGEST - 10}}}-[0-9a-f]{{8}}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
@@ -53,8 +54,8 @@ def folder(name: str) -> str:
         text = f"{text[:-1]}%{ord(text[-1]):02X}"
     if text[0] in "._ " or _RESERVED.fullmatch(text):
         text = f"%{ord(text[0]):02X}{text[1:]}"
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST - 10].rstrip('%. ')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    if len(text) > _LONGEST or _CUT.fullmatch(text):  # what looks like a name that was cut is told apart from it
+        text = f"{text[: _LONGEST - 10]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return text
 
 

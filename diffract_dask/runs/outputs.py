@@ -14,7 +14,7 @@ from diffract_dask.errors import ArtifactError
 from diffract_dask.runs import encoding
 from diffract_dask.runs.records import OutputFile
 
-__all__ = ["clear", "content", "listed", "recorded", "settle", "take_over", "unchanged"]
+__all__ = ["clear", "content", "listed", "read_meta", "recorded", "settle", "take_over", "unchanged"]
 
 OUTPUTS = "outputs"
 METRICS = "metrics.json"
@@ -129,6 +129,26 @@ def unchanged(stage: Path, meta: Mapping[str, Any], *, read: bool = False) -> bo
         except OSError:
             return False
     return metrics_digest(stage) == meta.get("metrics_sha256")
+
+
+def read_meta(stage: Path) -> dict[str, Any]:
+    """Return ``_meta.json`` of a stage; empty if there is none, or one that says what it cannot mean."""
+    meta = encoding.read_json(stage / META)
+    if not isinstance(meta, dict):
+        return {}
+    entries, said, bare = meta.get("outputs", {}), meta.get("links", {}), meta.get("empty", [])
+    if not (isinstance(entries, dict) and isinstance(said, dict) and isinstance(bare, list)):
+        return {}
+    if not isinstance(meta.get("checkpoints", []), list) or not all(_inside(name) for name in (*entries, *said, *bare)):
+        return {}
+    whole = all(
+        isinstance(entry, dict) and {"size", "mtime_ns", "sha256"} <= entry.keys() for entry in entries.values()
+    )
+    return meta if whole and all(isinstance(to, str) for to in said.values()) else {}
+
+
+def _inside(name: object) -> bool:
+    return isinstance(name, str) and not os.path.isabs(name) and ".." not in name.replace(os.sep, "/").split("/")
 
 
 def metrics_digest(stage: Path) -> str | None:
