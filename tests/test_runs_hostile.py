@@ -13,7 +13,14 @@ from test_runs_findings import TWO_STAGES
 from test_runs_running import in_a_stage
 
 import diffract_dask.runs as dm
-from diffract_dask.errors import ArtifactError, DeclarationError, RunInputError, UnencodableError, UnknownNameError
+from diffract_dask.errors import (
+    ArtifactError,
+    DeclarationError,
+    RunError,
+    RunInputError,
+    UnencodableError,
+    UnknownNameError,
+)
 from diffract_dask.runs import snapshots
 from diffract_dask.runs.naming import folder
 
@@ -348,3 +355,39 @@ def test_runs_of_diffman_are_listed_whatever_their_folders_are_called(project: P
     record = {"pipeline": "_old", "variant": "_x", "fingerprint": "abcdef012345" + "0" * 52, "stage_keys": {}}
     (path / "run.json").write_text(json.dumps(record))
     assert [run.where for run in project.runs.list_runs()] == ["_old/_x/abcdef012345"]
+
+
+MISTAKES = [
+    "m.P.run('v', 'runs')",
+    "m.P.run('v', runs, upstream='x')",
+    "m.P.run('v', runs, force=3)",
+    "m.C.variations['nn'].run(runs)",
+    "m.C.variations['n'].run('runs')",
+    "m.C.variations['n'].run(runs, force='x')",
+    "m.C.variation('z', x=3)",
+    "dm.Chain('c', [m.P])",
+    "dm.Pipeline('p', None)",
+    "dm.register('q', base=3)",
+    "dm.register('q', forks_of=3)",
+    "dm.register('q', 'x')",
+    "dm.prune(runs, status='faild')",
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_of_the_wrong_kind_is_said_in_words(project: Project, mistake: str) -> None:
+    source = """
+dm.register('v')
+def f(ctx): pass
+P = dm.Pipeline('p', [dm.Stage('s', f)])
+C = dm.Chain('c', [dm.ChainStep('x', P)])
+C.variation('n', x='v')
+"""
+    module = project.declare("p", source)
+    with pytest.raises(RunError):
+        eval(mistake, {"dm": dm, "m": module, "runs": project.runs})
+
+
+def test_one_status_is_not_split_into_letters(project: Project) -> None:
+    in_a_stage(project, "pass")
+    assert len(dm.prune(project.runs, status="partial")) == 1

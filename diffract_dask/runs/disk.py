@@ -13,6 +13,7 @@ from pathlib import Path
 from diffract_dask.errors import RunLockedError
 from diffract_dask.runs import encoding, leases, manifests, naming, outputs, snapshots
 from diffract_dask.runs.listing import RunRegistry
+from diffract_dask.runs.naming import check_known, names
 from diffract_dask.runs.records import RunRecord, read_record
 
 __all__ = ["DiskUsage", "Pruned", "RunSize", "disk_usage", "merge", "prune"]
@@ -92,6 +93,9 @@ def _size(folder: str, seen: set[tuple[int, int]]) -> tuple[int, int, int, int]:
     return size, own, first, files
 
 
+STATUSES = ("pending", "running", "done", "failed", "interrupted", "partial")
+
+
 @dataclass(frozen=True)
 class Pruned:
     """A run that `prune` removes, or would remove; `kept` says why it was left."""
@@ -106,7 +110,7 @@ class Pruned:
 def prune(
     registry: RunRegistry,
     *,
-    status: Iterable[str] = ("failed", "interrupted"),
+    status: str | Iterable[str] = ("failed", "interrupted"),
     pipeline: str | None = None,
     variant: str | None = None,
     older_than_days: float | None = None,
@@ -118,7 +122,7 @@ def prune(
     Parameters
     ----------
     registry : RunRegistry
-    status : iterable of str
+    status : str or iterable of str
         Runs of this status are to go.
     pipeline, variant : str, optional
         Look at no others.
@@ -133,13 +137,15 @@ def prune(
     A run that another process works on stays, and so does one that a run which stays was computed from, or
     whose files its links lead to.
     """
+    wanted = set(names(status, "status"))
+    check_known(wanted, STATUSES, "status", "a run")
     every = registry.list_runs()
     among = [
         record
         for record in every
         if (pipeline is None or record.pipeline == pipeline) and (variant is None or record.variant == variant)
     ]
-    reasons = {record.where: f"it is {record.status}" for record in among if record.status in set(status)}
+    reasons = {record.where: f"it is {record.status}" for record in among if record.status in wanted}
     if keep_last is not None:
         reasons |= _surplus(among, keep_last)
     if older_than_days is not None:

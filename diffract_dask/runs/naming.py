@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from diffract_dask.errors import ArtifactError, DeclarationError, UnknownNameError, did_you_mean
 
-__all__ = ["check_known", "check_name", "folder", "inside", "names", "own_name"]
+__all__ = ["check_kind", "check_known", "check_name", "folder", "inside", "names", "own_name"]
 
 _LONGEST = 120
 _CUT = re.compile(rf".{{{_LONGEST - 10}}}-[0-9a-f]{{8}}")
@@ -61,8 +61,23 @@ def folder(name: str) -> str:
 
 def names(value: str | Iterable[str] | None, what: str) -> tuple[str, ...]:
     """Return names as a tuple; a bare string is one name, not its letters."""
+    if not isinstance(value, (Iterable, type(None))):
+        raise DeclarationError(f"the name of a {what}, or several, was expected, not {value!r}")
     found = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     return tuple(check_name(name, what) for name in found)
+
+
+def check_kind(value: object, kind: Any, what: str) -> None:
+    """Refuse what is of another class.
+
+    Raises
+    ------
+    DeclarationError
+        It is.
+    """
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise DeclarationError(f"{what} is a {' or '.join(each.__name__ for each in kinds)}, not {value!r}")
 
 
 def check_known(wanted: Iterable[str], known: Iterable[str], what: str, where: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from diffract_dask.errors import DeclarationError, UnknownNameError, did_you_mean
 from diffract_dask.runs import encoding
 from diffract_dask.runs.config import Config, Overrides, encode_overrides, frozen_overrides
-from diffract_dask.runs.naming import check_name, own_name
+from diffract_dask.runs.naming import check_kind, check_name, own_name
 from diffract_dask.runs.records import SHORT
 
 if TYPE_CHECKING:
@@ -129,6 +129,10 @@ class VariantRegistry:
             A value has no canonical form.
         """
         check_name(name, "variant")
+        for layer in layers:
+            check_kind(layer, Mapping, f"a layer of variant {name!r}")
+        check_kind(base or "", (str, Variant), f"the base of variant {name!r}")
+        check_kind(forks_of or "", str, f"forks_of= of variant {name!r}")
         added = frozen_overrides(*layers, overrides)
         with self._lock:
             found = self._base(module, base) if base is not None else None
