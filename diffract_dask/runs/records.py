@@ -238,8 +238,7 @@ _INNER: dict[str, type] = {
 def _holds(name: str, value: Any) -> bool:
     """Return whether a list or mapping of a record holds what it should; a file may have been written by anybody."""
     inner = _INNER.get(name)
-    items = value.values() if isinstance(value, dict) else value
-    return inner is None or all(type(item) is inner for item in items)
+    return inner is None or set(map(type, value.values() if isinstance(value, dict) else value)) <= {inner}
 
 
 def parse_record(data: Any, location: str, root: Path) -> RunRecord | None:
