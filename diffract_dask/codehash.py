@@ -6,12 +6,23 @@ import dis
 import functools
 import importlib.util
 import inspect
+import io
+import logging
 import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 from diffract_dask.errors import KernelRegistrationError
@@ -100,8 +111,10 @@ def _described_function(func: FunctionType, walk: Walk) -> Iterator[str]:
         except ValueError:
             continue
         yield from _described(content, func.__module__, walk)
+    if walk.deep and isinstance(getattr(func, "registry", None), MappingProxyType):  # functools.singledispatch
+        yield from _described(func.registry, func.__module__, walk)  # type: ignore[attr-defined]
     names = _names(code)
-    for name in sorted(names & func.__globals__.keys()):
+    for name in sorted(names & func.__globals__.keys() - (_OF_MODULES if walk.deep else set())):
         value = func.__globals__[name]
         counts = isinstance(value, (*_PLAIN, tuple, list, dict, set, frozenset, FunctionType, functools.partial))
         if counts or _is_array(value) or isinstance(_unwrapped(value), FunctionType):
@@ -146,32 +159,114 @@ def _imported(code: CodeType, func: FunctionType, walk: Walk) -> Iterator[Module
             yield from _imported(const, func, walk)
 
 
+# What every module has: it differs between a script and the same file imported, and between places.
+_OF_MODULES = {"__name__", "__file__", "__spec__", "__doc__", "__package__", "__loader__", "__cached__", "__builtins__"}
+
+
 def _described_class(kind: type, walk: Walk) -> Iterator[str]:
-    """Yield the text of a class of the user: its methods, plain attributes and bases."""
+    """Yield the text of a class of the user: its metaclass, bases, methods and other attributes."""
     if id(kind) in walk.seen:
         return
     walk.seen.add(id(kind))
     walk.modules.add(kind.__module__)
-    for base in kind.__bases__:
-        if walk.follows(base.__module__, kind.__module__):
-            yield from _described(base, kind.__module__, walk)
+    for other in (type(kind), *kind.__bases__):
+        if walk.follows(_home(other), _home(kind)):
+            yield from _described(other, kind.__module__, walk)
     for name, value in sorted(vars(kind).items()):
-        value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
-        for part in parts:
-            if isinstance(part, (*_PLAIN, FunctionType, tuple, list, dict)) and name not in _CLASS_NOISE:
+        for part in _parts(value):
+            special = name.startswith("__") and name.endswith("__")  # what decorators and metaclasses keep there
+            if special and not isinstance(part, (FunctionType, functools.partial)):
+                continue
+            yield name
+            try:
+                yield "\n".join(_described(part, kind.__module__, walk))
+            except (pickle.PicklingError, TypeError, AttributeError):  # a lock has no value that could change
+                yield f"{type(part).__module__}.{type(part).__qualname__}"
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    """Return what counts of an attribute of a class: the functions inside descriptors, and nothing of slots."""
+    if isinstance(value, (classmethod, staticmethod)):
+        return (value.__func__,)
+    if isinstance(value, property):
+        return (value.fget, value.fset, value.fdel)
+    if isinstance(value, functools.cached_property):
+        return (value.func,)
+    if isinstance(value, functools.partialmethod):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, functools.singledispatchmethod):
+        return (value.func, value.dispatcher.registry)
+    return () if isinstance(value, (GetSetDescriptorType, MemberDescriptorType)) else (value,)
+
+
+_BASES: tuple[Any, ...] = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+
+
+def _home(kind: type) -> str:
+    module: Any = kind.__module__  # some classes written in C have a descriptor there
+    return module if isinstance(module, str) else "builtins"
+
+
+def _described_instance(value: Any, walk: Walk) -> Iterator[str]:
+    """Yield the text of an object of a class of the user: the class, its attributes, slots included, its content."""
+    kind = type(value)
+    yield kind.__qualname__
+    yield from _described_class(kind, walk)
+    if id(value) in walk.seen:
+        return
+    walk.seen.add(id(value))
+    yield from _described(getattr(value, "__dict__", {}), kind.__module__, walk)
+    for each in kind.__mro__:
+        for name, slot in sorted(vars(each).items()):
+            if isinstance(slot, MemberDescriptorType) and walk.follows(_home(each), _home(kind)):
                 yield name
-                yield from _described(part, kind.__module__, walk)
+                yield from _described(getattr(value, name, None), kind.__module__, walk)
+    for plain in _BASES:
+        if isinstance(value, plain):
+            yield from _described(plain(value), kind.__module__, walk)
+    if _is_array(value):
+        yield from _described(sys.modules["numpy"].asarray(value), kind.__module__, walk)
 
 
-_CLASS_NOISE = {"__doc__", "__module__", "__qualname__", "__firstlineno__", "__static_attributes__", "__annotations__"}
+class _Pickler(pickle.Pickler):
+    """Pickles an object of a library; what it holds of the user counts by content, not by name, and sets have an order.
+
+    Parameters
+    ----------
+    file : BytesIO
+    whole : object
+        What is pickled.
+    module : str
+    walk : Walk
+    """
+
+    def __init__(self, file: io.BytesIO, whole: object, module: str, walk: Walk) -> None:
+        super().__init__(file, protocol=5)
+        self.whole, self.module, self.walk = whole, module, walk
+
+    def persistent_id(self, item: Any) -> str | None:
+        kind = item if isinstance(item, type) else type(item)
+        if item is self.whole or kind in (bool, int, float, str, bytes, type(None)):
+            return None
+        apart = (set, frozenset, FunctionType, MethodType, ModuleType, MappingProxyType, logging.Logger)
+        if isinstance(item, apart) or self.walk.follows(_home(kind), self.module):
+            return "\n".join(_described(item, self.module, self.walk))
+        return None
 
 
 def _described_code(code: CodeType, module: str, walk: Walk, *, skip_first: bool = False) -> Iterator[str]:
     yield code.co_code.hex() + code.co_exceptiontable.hex()
     yield repr((code.co_names, code.co_varnames, code.co_freevars))
-    for const in code.co_consts[skip_first:]:
+    for const in code.co_consts[skip_first or (walk.deep and _starts_with_docstring(code)) :]:
         yield from _described(const, module, walk)
+
+
+def _starts_with_docstring(code: CodeType) -> bool:
+    """Return whether the first constant of a function within another is its docstring, or stands for none."""
+    if sys.version_info >= (3, 13):
+        return bool(code.co_flags & 0x4000000)  # CO_HAS_DOCSTRING
+    is_function = bool(code.co_flags & inspect.CO_NEWLOCALS) and not code.co_name.startswith("<")
+    return is_function and isinstance(code.co_consts[:1] and code.co_consts[0], (str, type(None)))
 
 
 def _names(code: CodeType) -> set[str]:
@@ -198,7 +293,8 @@ def _unwrapped(value: Any) -> Any:
 
 def _described(value: Any, module: str, walk: Walk) -> Iterator[str]:
     """Yield text that is equal for equal values in every process: no addresses, no order of sets."""
-    if isinstance(_unwrapped(value), FunctionType):
+    own = walk.deep and not isinstance(value, type) and walk.follows(_home(type(value)), module)
+    if not own and isinstance(_unwrapped(value), FunctionType):
         value = _unwrapped(value)
     if isinstance(value, CodeType):
         yield from _described_code(value, module, walk)
@@ -215,6 +311,8 @@ def _described(value: Any, module: str, walk: Walk) -> Iterator[str]:
             yield f"{value.__module__}.{value.__qualname__}"
     elif isinstance(value, ModuleType):
         yield value.__name__
+    elif own:
+        yield from _described_instance(value, walk)
     else:
         yield from _described_data(value, module, walk)
 
@@ -236,12 +334,12 @@ def _described_data(value: Any, module: str, walk: Walk) -> Iterator[str]:
         yield repr(sorted("\n".join(_described(item, module, walk)) for item in value.items()))
     elif walk.deep and isinstance(value, MethodType):
         yield from _described((value.__func__, value.__self__), module, walk)
-    elif walk.deep and walk.follows(type(value).__module__, module):
-        yield type(value).__qualname__
-        yield from _described_class(type(value), walk)
-        if id(value) not in walk.seen:
-            walk.seen.add(id(value))
-            yield from _described(getattr(value, "__dict__", {}), module, walk)
+    elif walk.deep and isinstance(value, MappingProxyType):
+        yield from _described(dict(value), module, walk)
+    elif walk.deep and isinstance(value, logging.Logger):
+        yield "logging.Logger"  # its name is that of the module, which is another one in a script
     else:
         yield f"{type(value).__module__}.{type(value).__qualname__}"
-        yield blake2b(pickle.dumps(value, protocol=5), digest_size=16).hexdigest()
+        file = io.BytesIO()
+        (_Pickler(file, value, module, walk) if walk.deep else pickle.Pickler(file, protocol=5)).dump(value)
+        yield blake2b(file.getvalue(), digest_size=16).hexdigest()

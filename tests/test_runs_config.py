@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from projects import Project
 
 import diffract_dask.runs as dm
-from diffract_dask.errors import DeclarationError, RunError, UnknownNameError
+from diffract_dask.errors import DeclarationError, RunError, UnencodableError, UnknownNameError
 from diffract_dask.runs import encoding
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=4)
@@ -250,3 +250,18 @@ def test_a_name_is_printable_text(name: Any) -> None:
 def test_a_pipeline_is_stages_of_different_names(stages: Any) -> None:
     with pytest.raises(DeclarationError):
         dm.Pipeline("p", stages, module="nowhere")
+
+
+class Quantity(np.ndarray):
+    """An array with something beside its numbers, as units are."""
+
+
+@pytest.mark.parametrize("value", [np.ma.array([1, 2], mask=[0, 1]), np.arange(2).view(Quantity)])
+def test_arrays_with_more_than_numbers_are_refused(value: object) -> None:
+    with pytest.raises(UnencodableError, match="probe"):
+        dm.Config(probe=value)
+
+
+def test_members_of_an_enumeration_count_by_name_and_value() -> None:
+    kinds = [Enum("Kind", {"FAST": value}) for value in (1, 2, object())]
+    assert len({dm.fingerprint(kind.FAST) for kind in kinds}) == 3

@@ -110,9 +110,10 @@ class ModuleError:
 @dataclass
 class _Tables:
     pipelines: dict[str, PipelineInfo] = field(default_factory=dict)
+    every: dict[tuple[str, str], PipelineInfo] = field(default_factory=dict)
     chains: dict[str, ChainInfo] = field(default_factory=dict)
     errors: list[ModuleError] = field(default_factory=list)
-    texts: dict[str, str] = field(default_factory=dict)
+    texts: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 class Catalog:
@@ -156,7 +157,7 @@ class Catalog:
         self._tables = None
 
     def pipeline(self, name: str) -> PipelineInfo:
-        """Return a pipeline by its name or that of its module.
+        """Return a pipeline by its name, that of its module, or ``"module:name"`` where two modules have the name.
 
         Raises
         ------
@@ -166,10 +167,14 @@ class Catalog:
         found = self.pipelines.get(name)
         if found is not None:
             return found
-        for item in self.pipelines.values():
-            if item.module == name:
+        for (module, below), item in self._read().every.items():
+            if name in (module, f"{module}:{below}"):
                 return item
         raise UnknownNameError(self._unknown("pipeline", name, self.pipelines))
+
+    def pipeline_of(self, step: StepInfo) -> PipelineInfo | None:
+        """Return the pipeline of a step: that of the module which the chain names, should others have the name too."""
+        return self._read().every.get((step.module, step.pipeline)) or self.pipelines.get(step.pipeline)
 
     def chain(self, name: str | Chain) -> ChainInfo:
         """Return a chain by its name.
@@ -226,7 +231,7 @@ class Catalog:
         """Return the fingerprint of the run that each step should have, as far as it can be told."""
         found: dict[str, str] = {}
         for step in chain.steps:
-            pipeline, variant = self.pipelines.get(step.pipeline), variation.mapping.get(step.name)
+            pipeline, variant = self.pipeline_of(step), variation.mapping.get(step.name)
             known = pipeline.variants.get(variant) if pipeline is not None and variant is not None else None
             if pipeline is None or known is None or any(name not in found for name in step.consumes):
                 continue
@@ -236,9 +241,10 @@ class Catalog:
 
     def _stages_text(self, pipeline: PipelineInfo) -> str:
         table = self._read().texts
-        if pipeline.name not in table:
-            table[pipeline.name] = stages_text(pipeline.stages)
-        return table[pipeline.name]
+        at = (pipeline.module, pipeline.name)
+        if at not in table:
+            table[at] = stages_text(pipeline.stages)
+        return table[at]
 
     def source(self, item: PipelineInfo | ChainInfo) -> str | None:
         """Return the source of a pipeline or chain: of its last run, else the present file; None without either."""
@@ -287,7 +293,8 @@ class Catalog:
     def _is_older(self, manifest: Mapping[str, Any], path: Path) -> bool:
         """Return whether a source, or one of the helpers that it calls, is not what a manifest was made from."""
         files = {manifest["module"]: (path, manifest.get("sha256"))}
-        for name, digest in manifest.get("helpers", {}).items():
+        helpers = manifest.get("helpers")
+        for name, digest in helpers.items() if isinstance(helpers, dict) else ():
             files[name] = (Path(str(self.scan_root), f"{name.replace('.', '/')}.py"), digest)
         return any(file.exists() and manifests.digest_of(file) != digest for file, digest in files.values())
 
@@ -308,7 +315,7 @@ def _tables(found: list[dict[str, Any]], outdated: set[str]) -> _Tables:
             tables.errors.append(ModuleError(module, str(manifest["error"])))
         variants = {item["name"]: VariantInfo(module=module, **_only(item, _VARIANT)) for item in manifest["variants"]}
         for item in manifest["pipelines"]:
-            tables.pipelines[item["name"]] = PipelineInfo(
+            tables.pipelines[item["name"]] = tables.every[module, item["name"]] = PipelineInfo(
                 name=item["name"], parent=item["parent"], stages=item["stages"], variants=variants, **told
             )
         for item in manifest["chains"]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diffract_dask.errors import RunError
-from diffract_dask.runs.catalog import Catalog, ChainInfo, VariantInfo, VariationInfo
+from diffract_dask.runs.catalog import Catalog, ChainInfo, StepInfo, VariantInfo, VariationInfo
 from diffract_dask.runs.differences import Column, Entry, Row, config_diff, table_of
 
 __all__ = [
@@ -58,7 +58,7 @@ def variation_diff(catalog: Catalog, chain: str, variations: Iterable[str]) -> V
     for step in info.steps:
         columns, configs = [], []
         for variation in chosen:
-            found, error = _variant_of(catalog, step.pipeline, variation, step.name)
+            found, error = _variant_of(catalog, step, variation)
             fingerprint = None if found is None else found.fingerprint
             columns.append(
                 Column(variation.name, variation.mapping.get(step.name), found is not None, fingerprint, error)
@@ -69,17 +69,15 @@ def variation_diff(catalog: Catalog, chain: str, variations: Iterable[str]) -> V
     return VariationComparison(info.name, named, steps)
 
 
-def _variant_of(
-    catalog: Catalog, pipeline: str, variation: VariationInfo, step: str
-) -> tuple[VariantInfo | None, str | None]:
-    name = variation.mapping.get(step)
+def _variant_of(catalog: Catalog, step: StepInfo, variation: VariationInfo) -> tuple[VariantInfo | None, str | None]:
+    name = variation.mapping.get(step.name)
     if name is None:
-        return None, variation.error or f"variation {variation.name!r} names no variant for step {step!r}"
-    info = catalog.pipelines.get(pipeline)
+        return None, variation.error or f"variation {variation.name!r} names no variant for step {step.name!r}"
+    info = catalog.pipeline_of(step)
     if info is None:
-        return None, f"nothing is known of pipeline {pipeline!r}"
+        return None, f"nothing is known of pipeline {step.pipeline!r}"
     found = info.variants.get(name)
-    return found, None if found else f"pipeline {pipeline!r} has no variant {name!r}"
+    return found, None if found else f"pipeline {step.pipeline!r} has no variant {name!r}"
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ def _variation_matched(catalog: Catalog, parent: ChainInfo, child: ChainInfo, it
 def _step_diffs(
     catalog: Catalog, parent: ChainInfo, child: ChainInfo, old: VariationInfo, new: VariationInfo
 ) -> list[StepDiff]:
-    pipelines = {step.name: step.pipeline for step in parent.steps}, {step.name: step.pipeline for step in child.steps}
+    tables = {step.name: step for step in parent.steps}, {step.name: step for step in child.steps}
     found = []
     for step in dict.fromkeys([*old.mapping, *new.mapping]):
         names = old.mapping.get(step), new.mapping.get(step)
@@ -191,8 +189,8 @@ def _step_diffs(
             found.append(StepDiff(step, "added" if names[0] is None else "removed", *names))
             continue
         configs = [
-            found_variant.config if (found_variant := _variant_of(catalog, table[step], item, step)[0]) else {}
-            for table, item in zip(pipelines, (old, new), strict=True)
+            found_variant.config if (found_variant := _variant_of(catalog, table[step], item)[0]) else {}
+            for table, item in zip(tables, (old, new), strict=True)
         ]
         entries = config_diff(*configs)
         if entries or names[0] != names[1]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from diffract_dask.errors import DeclarationError, UnknownNameError, did_you_mean
 from diffract_dask.runs import leases, manifests
 from diffract_dask.runs.code import file_of
 from diffract_dask.runs.listing import RunRegistry
-from diffract_dask.runs.naming import check_known, check_name, names
+from diffract_dask.runs.naming import check_kind, check_known, check_name, names
 from diffract_dask.runs.pipelines import Pipeline
 from diffract_dask.runs.records import RunRecord
 from diffract_dask.runs.variants import Variant, owner, registry
@@ -42,6 +43,18 @@ class ChainStep:
         object.__setattr__(self, "consumes", names(consumes, "step"))
 
 
+class _Variations(dict[str, "Variation"]):
+    """Variations by name; one that does not exist is said with the nearest names."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def __missing__(self, name: str) -> NoReturn:
+        check_known([name], self, "variation", self.where)
+        raise AssertionError  # what is missing is not known
+
+
 class Chain:
     """Pipelines in order, with what each reads of the others.
 
@@ -70,9 +83,13 @@ class Chain:
         self.module = module or owner(frame)
         here = self.module == owner(frame)
         self.source_file: str | None = frame.f_globals.get("__file__") if here else file_of(self.module)
-        self.variations: dict[str, Variation] = {}
+        self.variations: dict[str, Variation] = _Variations(f"chain {name!r}")
         seen: list[str] = []
         for step in self.steps:
+            if not isinstance(step, ChainStep):
+                raise DeclarationError(
+                    f"chain {name!r} has {step!r} among its steps; wrap it: ChainStep(name, pipeline)"
+                )
             if step.name in seen:
                 raise DeclarationError(f"chain {name!r} has two steps {step.name!r}")
             for needed in step.consumes:
@@ -130,6 +147,8 @@ class Chain:
         """
         check_name(name, "variation")
         chosen = {**(mapping or {}), **steps}
+        for step_name, variant in chosen.items():
+            check_name(variant, f"variant for step {step_name!r}")
         where = f"chain {self.name!r}"
         check_known(chosen, self.step_names, "step", where)
         for step in self.steps:
@@ -214,6 +233,8 @@ class Variation:
         UnknownNameError, DeclarationError
             The variation does not name a variant for every step, or a name is wrong; nothing has run.
         """
+        check_kind(registry, RunRegistry, "the registry of a run")
+        check_kind(force or {}, Mapping, "force= of a variation, stages by step,")
         variants = self.variants()
         check_known(force or {}, self.chain.step_names, "step", f"chain {self.chain.name!r}")
         for step in self.chain.steps:

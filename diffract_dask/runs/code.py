@@ -61,7 +61,7 @@ def stage_code(func: Callable[..., Any], version: object, stage: str) -> StageCo
         told = encoding.canonical(version, f"the version of stage {stage!r}")
         walk_modules = {str(getattr(func, "__module__", ""))}
         return StageCode(f"version:{told}", arguments, _users(walk_modules))
-    walk = Walk(follows=lambda module, origin: is_users(module), deep=True)
+    walk = Walk(follows=lambda module, origin: is_users(module or "__main__"), deep=True)
     digest = hashlib.sha256()
     try:
         for text in described_code(func, walk):
@@ -75,7 +75,7 @@ def stage_code(func: Callable[..., Any], version: object, stage: str) -> StageCo
 
 
 def _users(modules: set[str]) -> tuple[str, ...]:
-    return tuple(sorted(name for name in modules if is_users(name)))
+    return tuple(sorted(name for name in modules if name and is_users(name)))
 
 
 def is_users(module: str) -> bool:
@@ -87,6 +87,8 @@ def is_users(module: str) -> bool:
     if top == "__main__":
         return True
     if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "diffract_dask":
+        return False
+    if top.startswith("_cython_"):  # where compiled extensions keep their types
         return False
     loaded = sys.modules.get(module)
     spec = getattr(loaded, "__spec__", None) if loaded is not None else importlib.util.find_spec(top)

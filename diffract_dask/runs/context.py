@@ -103,7 +103,10 @@ class RunContext:
                 f"{what} is for stage {stage!r}, and stage {self.stage!r} is the one that runs; a stage that has ended "
                 "keeps what it put out"
             )
-        return self.stage_dir(stage)
+        path = self.stage_dir(stage)
+        if (path / outputs.KEY).exists():  # a thread or process of its own that nobody waited for
+            raise ArtifactError(f"{what} comes after the end of stage {stage!r}; wait for all that it starts")
+        return path
 
     def artifact(
         self,
@@ -143,6 +146,8 @@ class RunContext:
         if not target.parent.resolve().is_relative_to(base.resolve()):
             raise ArtifactError(f"{what} would be written through a link that leads out of the run")
         if source is None:
+            if target.is_symlink():  # what is written is to go here, and not where the link leads
+                target.unlink()
             return target
         origin = Path(os.path.abspath(source))
         if not origin.exists():
@@ -152,10 +157,22 @@ class RunContext:
         ends = origin.resolve(), base.resolve() / target.relative_to(base)
         if ends[0].is_relative_to(ends[1]) or ends[1].is_relative_to(ends[0]):
             raise ArtifactError(f"{what} and its source {str(origin)!r} contain each other")
+        real = Path(os.path.realpath(origin.parent), origin.name)
+        if how == "move" and real.is_relative_to(self.root.resolve()) and not real.is_relative_to(base.resolve()):
+            raise ArtifactError(
+                f"{what} would be moved from {str(origin)!r}, which belongs to another stage or run; use how='copy' or "
+                "how='link'"
+            )
         said = str(origin)
         if origin.is_relative_to(self.root):  # a link within the root stays good when the root is moved
             said = os.path.relpath(origin, target.parent)
-        _place(origin, target, how, said)
+        linked = how == "move" and origin.is_symlink()  # the link goes, and what it leads to is not ours to move
+        try:
+            _place(origin, target, "copy" if linked else how, said)
+        except shutil.Error as error:
+            raise ArtifactError(f"{what}: not all of {str(origin)!r} can be copied: {error.args[0]}") from error
+        if linked:
+            origin.unlink()
         return target
 
     def metric(

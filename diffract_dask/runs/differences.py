@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,12 +58,22 @@ def config_diff(parent: Mapping[str, Any], child: Mapping[str, Any]) -> list[Ent
 
 def _plain(value: Any) -> bool:
     """Return whether a value is a mapping of the user, and not the written form of something else."""
-    return isinstance(value, Mapping) and not (len(value) == 1 and next(iter(value)).startswith("$"))
+    return isinstance(value, Mapping) and not (len(value) == 1 and _TAG.match(next(iter(value))))
+
+
+_TAG = re.compile(r"\$(?!\$)")  # a user's own key has one more
+
+
+def _below(where: str, key: str) -> str:
+    """Return the dotted path of a key; one that has dots itself is quoted."""
+    name = key.removeprefix("$") if key.startswith("$$") else key
+    name = f"'{name}'" if "." in name else name
+    return f"{where}.{name}" if where else name
 
 
 def _differ(parent: Mapping[str, Any], child: Mapping[str, Any], where: str, found: list[Entry]) -> None:
     for key in dict.fromkeys([*parent, *child]):
-        path = f"{where}.{key}" if where else key
+        path = _below(where, key)
         if key not in child:
             found.append(Entry(path, "removed", parent[key], None))
         elif key not in parent:
@@ -77,7 +88,7 @@ def leaves(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Return the leaves of a configuration by dotted path."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        path = f"{where}.{key}" if where else key
+        path = _below(where, key)
         if _plain(value) and value:
             found.update(leaves(value, path))
         else:

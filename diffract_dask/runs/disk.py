@@ -11,8 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 from diffract_dask.errors import RunLockedError
-from diffract_dask.runs import encoding, leases, manifests, snapshots
+from diffract_dask.runs import encoding, leases, manifests, naming, outputs, snapshots
 from diffract_dask.runs.listing import RunRegistry
+from diffract_dask.runs.naming import check_known, names
 from diffract_dask.runs.records import RunRecord, read_record
 
 __all__ = ["DiskUsage", "Pruned", "RunSize", "disk_usage", "merge", "prune"]
@@ -92,6 +93,9 @@ def _size(folder: str, seen: set[tuple[int, int]]) -> tuple[int, int, int, int]:
     return size, own, first, files
 
 
+STATUSES = ("pending", "running", "done", "failed", "interrupted", "partial")
+
+
 @dataclass(frozen=True)
 class Pruned:
     """A run that `prune` removes, or would remove; `kept` says why it was left."""
@@ -106,7 +110,7 @@ class Pruned:
 def prune(
     registry: RunRegistry,
     *,
-    status: Iterable[str] = ("failed", "interrupted"),
+    status: str | Iterable[str] = ("failed", "interrupted"),
     pipeline: str | None = None,
     variant: str | None = None,
     older_than_days: float | None = None,
@@ -118,7 +122,7 @@ def prune(
     Parameters
     ----------
     registry : RunRegistry
-    status : iterable of str
+    status : str or iterable of str
         Runs of this status are to go.
     pipeline, variant : str, optional
         Look at no others.
@@ -130,15 +134,18 @@ def prune(
 
     Notes
     -----
-    A run that another process works on stays, and so does one that a run which stays was computed from.
+    A run that another process works on stays, and so does one that a run which stays was computed from, or
+    whose files its links lead to.
     """
+    wanted = set(names(status, "status"))
+    check_known(wanted, STATUSES, "status", "a run")
     every = registry.list_runs()
     among = [
         record
         for record in every
         if (pipeline is None or record.pipeline == pipeline) and (variant is None or record.variant == variant)
     ]
-    reasons = {record.where: f"it is {record.status}" for record in among if record.status in set(status)}
+    reasons = {record.where: f"it is {record.status}" for record in among if record.status in wanted}
     if keep_last is not None:
         reasons |= _surplus(among, keep_last)
     if older_than_days is not None:
@@ -179,6 +186,18 @@ def _age_days(record: RunRecord) -> float:
         return 0.0
 
 
+def _linked(record: RunRecord) -> list[str]:
+    """Return the runs, by folder, that links among the outputs of a run lead into."""
+    found = []
+    for stage in record.stages:
+        path = Path(record.fdir, "stages", naming.folder(stage))
+        for name, said in outputs.read_meta(path).get("links", {}).items():
+            end = Path(os.path.normpath((path / outputs.OUTPUTS / name).parent / said))
+            if record.root is not None and end.is_relative_to(record.root):
+                found.append("/".join(end.relative_to(record.root).parts[:3]))
+    return [where for where in found if where != record.where]
+
+
 def _needed(staying: list[RunRecord], every: list[RunRecord]) -> dict[str, str]:
     """Return the runs that others were computed from, by folder, with one that needs each."""
     table = {record.where: record for record in every}
@@ -186,7 +205,7 @@ def _needed(staying: list[RunRecord], every: list[RunRecord]) -> dict[str, str]:
     pending = list(staying)
     while pending:
         record = pending.pop()
-        for where in record.upstream_runs.values():
+        for where in (*record.upstream_runs.values(), *_linked(record)):
             if where not in found:
                 found[where] = record.where
                 pending += [table[where]] if where in table else []

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Set
@@ -24,6 +25,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from diffract_dask.errors import UnencodableError
+from diffract_dask.runs.naming import own_name
 
 __all__ = [
     "canonical",
@@ -38,6 +40,9 @@ __all__ = [
     "write_json",
     "write_text",
 ]
+
+
+_MOST_BITS = 13000
 
 
 def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
@@ -64,9 +69,11 @@ def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
     {'$map': [['a', [1, 1.0, True]], ['b', {'$float': 'nan'}], [3, {'$bytes': 'eA=='}]]}
     """
     if isinstance(value, Enum):
-        return {"$enum": f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"}
+        return _enumerated(value, where, whole)
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise UnencodableError(f"{where} is an integer of more than 4000 digits, which Python does not write as text")
     if isinstance(value, (int, str)):
         return int(value) if isinstance(value, int) else str(value)
     if isinstance(value, float):
@@ -79,6 +86,17 @@ def encode(value: Any, where: str = "value", *, whole: bool = True) -> Any:
         items = [encode(item, f"an item of {where}", whole=whole) for item in value]
         return {"$set": sorted(items, key=plain_text)}
     return _rare(value, where, whole)
+
+
+def _enumerated(value: Enum, where: str, whole: bool) -> Any:
+    """Return a member by name and by value: both can change, and either changes what a stage does."""
+    kind = type(value)
+    module = own_name(vars(sys.modules[kind.__module__])) if kind.__module__ in sys.modules else kind.__module__
+    name = f"{module}.{kind.__qualname__}.{value.name}"
+    try:
+        return {"$enum": [name, encode(value.value, where, whole=whole)]}
+    except UnencodableError:
+        return {"$enum": name}
 
 
 def _float(value: float) -> Any:
@@ -115,7 +133,9 @@ def _rare(value: Any, where: str, whole: bool) -> Any:
     if numpy is not None and isinstance(value, numpy.generic) and type(value.item()) in (bool, int, float, complex):
         return encode(value.item(), where)
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and not value.dtype.hasobject:
-        return _array(numpy.asarray(value), whole)
+        known = (numpy.ndarray, numpy.memmap, numpy.matrix, numpy.recarray)
+        if isinstance(value, numpy.generic) or type(value) in known:  # others have masks or units, which would be lost
+            return _array(numpy.asarray(value), whole)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise UnencodableError(
         f"{where} is {_an(kind)} ({str(value)[:60]!r}), which has no canonical form; give numbers, strings, booleans, "
@@ -247,9 +267,13 @@ def strict(data: Any) -> Any:
     return data
 
 
+_LONE = re.compile("[\ud800-\udfff]")
+
+
 def dumps(data: Any) -> str:
     """Return indented strict JSON, with a newline at the end."""
-    return json.dumps(strict(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(strict(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return _LONE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # of file names that are no UTF-8
 
 
 def _bare_constant(name: str) -> Any:

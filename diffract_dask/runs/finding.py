@@ -10,6 +10,7 @@ from typing import Any
 from diffract_dask.errors import RunError
 from diffract_dask.runs import encoding
 from diffract_dask.runs.catalog import Catalog
+from diffract_dask.runs.config import UNSET
 from diffract_dask.runs.differences import leaves
 
 __all__ = ["Found", "find"]
@@ -23,6 +24,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">": lambda a, b: a > b,
     ">=": lambda a, b: a >= b,
 }
+_SPELT = {"none": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 _CONDITION = re.compile(r"\s*([^=<>!]+?)\s*(<=|>=|!=|==|=|<|>)\s*(.+?)\s*")
 
 
@@ -68,11 +70,11 @@ def find(catalog: Catalog, query: str) -> list[Found]:
     text = query.strip()
     if not text:
         raise RunError("a query is the start of a fingerprint, a part of a name, or a condition such as scan.step=1e-8")
-    condition = _CONDITION.fullmatch(text)
+    condition, lowered = _CONDITION.fullmatch(text), text.lower()
     if condition:
-        return _by_config(catalog, *condition.groups())
-    lowered = text.lower()
-    found = _by_fingerprint(catalog, lowered) if _HEX.fullmatch(lowered) else []
+        found = _by_config(catalog, *condition.groups())
+    else:
+        found = _by_fingerprint(catalog, lowered) if _HEX.fullmatch(lowered) else []
     return found + [item for item in _by_name(catalog, lowered) if (item.kind, item.name, item.run) not in _ids(found)]
 
 
@@ -120,15 +122,16 @@ def _by_name(catalog: Catalog, text: str) -> list[Found]:
 def _by_config(catalog: Catalog, path: str, sign: str, wanted: str) -> list[Found]:
     test = _COMPARE["=" if sign == "==" else sign]
     try:
-        value: Any = encoding.loads(wanted)
+        value: Any = encoding.decode(encoding.loads(wanted))
     except ValueError:
-        value = {"None": None, "True": True, "False": False}.get(wanted, wanted.strip("'\""))
+        value = _SPELT.get(wanted.lower(), wanted.strip("'\""))
 
     def holds(config: Any) -> bool:
         given = leaves(config) if isinstance(config, dict) else {}
-        if path not in given:
+        found = given.get(path, given.get(f"'{path}'", UNSET))
+        if found is UNSET:
             return False
-        present = encoding.decode(given[path])
+        present = encoding.decode(found)
         if isinstance(present, bool) != isinstance(value, bool):
             return False
         try:

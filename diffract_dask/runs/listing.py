@@ -20,6 +20,7 @@ from diffract_dask.runs.records import SHORT, Metric, OutputFile, RunRecord, par
 __all__ = ["RunRegistry"]
 
 _KEYS_SECONDS = 30.0
+_NO_RUNS = ("_scripts", "_manifests")  # other names with _ are quoted, but for those of diffman 0.3.0
 _SETTLED_NS = 2_000_000_000  # the clock of some file systems is that coarse
 
 
@@ -157,8 +158,9 @@ class RunRegistry:
 
     def meta(self, record: RunRecord, stage: str) -> dict[str, Any]:
         """Return ``_meta.json`` of a stage: key, components, times, outputs; empty if it has not ended well."""
-        found = encoding.read_json(self.stage_path(record, stage) / "_meta.json", {})
-        return found if isinstance(found, dict) else {}
+        from diffract_dask.runs.outputs import read_meta
+
+        return read_meta(self.stage_path(record, stage))
 
     def metrics(self, record: RunRecord, stage: str | None = None) -> dict[str, dict[str, Metric]]:
         """Return the metrics of a run by stage and name, those of a stage at work too."""
@@ -257,13 +259,17 @@ class _Listing:
             return self._read(path)
 
     def _subfolders(self, path: str) -> list[str]:
-        """Return the folders in a folder, but for those whose names start with ``.`` or ``_``."""
+        """Return the folders in a folder, but for hidden ones and those that hold no runs."""
         try:
             stamp = os.stat(path).st_mtime_ns
             kept = self._children.get(path)
             if kept is None or kept[0] != stamp:
                 with os.scandir(path) as entries:
-                    names = [item.path for item in entries if item.name[0] not in "._" and item.is_dir()]
+                    names = [
+                        item.path
+                        for item in entries
+                        if item.name[0] != "." and item.name not in _NO_RUNS and item.is_dir()
+                    ]
                 kept = (stamp if _settled(stamp) else -1, sorted(names))
                 self._children[path] = kept
             return kept[1]

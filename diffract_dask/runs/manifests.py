@@ -40,7 +40,7 @@ def described(module: str) -> dict[str, Any]:
         "schema": SCHEMA,
         "module": module,
         "file": f"{module.replace('.', '/')}.py" if file else None,
-        "sha256": digest_of(file),
+        "sha256": _digest(module, file),
         "error": None,
         "helpers": _helpers(found, module),
         "pipelines": [_pipeline(item, found[item.name]) for item in pipelines.values()],
@@ -113,6 +113,12 @@ def digest_of(file: str | os.PathLike[str] | None) -> str | None:
         return None
 
 
+def _digest(module: str, file: str | None) -> str | None:
+    """Return the SHA-256 of a module's source, as it was when it declared what it declares."""
+    text = registry.source_text(module)
+    return digest_of(file) if text is None else hashlib.sha256(text).hexdigest()
+
+
 _written: dict[str, tuple[int, str | None]] = {}
 _lock = threading.Lock()
 
@@ -158,13 +164,46 @@ def failed(root: Path, module: str, file: str | None, error: str) -> None:
     encoding.write_json(path, {**empty, **lists, **known, "error": error, "written": now()})
 
 
+_TEXT = (str, type(None))
+_SHAPE: dict[str, Any] = {
+    "pipelines": [{"name": str, "parent": _TEXT, "stages": [{"name": str}]}],
+    "variants": [
+        {"name": str, "base": _TEXT, "forks_of": _TEXT, "overrides": dict, "config": dict, "fingerprint": str}
+    ],
+    "chains": [
+        {
+            "name": str,
+            "parent": _TEXT,
+            "steps": [{"name": str, "pipeline": str, "module": str, "consumes": [str]}],
+            "variations": [{"name": str, "base": _TEXT, "forks_of": _TEXT, "overrides": {...: str}}],
+        }
+    ],
+}
+
+
+def _fits(data: Any, shape: Any) -> bool:
+    """Return whether data has a shape: a class, a list of one shape, or a mapping with these keys, ... for any."""
+    if isinstance(shape, list):
+        return isinstance(data, list) and all(_fits(item, shape[0]) for item in data)
+    if isinstance(shape, dict) and ... in shape:
+        return isinstance(data, dict) and all(_fits(item, shape[...]) for item in data.values())
+    if isinstance(shape, dict):
+        return isinstance(data, dict) and all(name in data and _fits(data[name], shape[name]) for name in shape)
+    return isinstance(data, shape)
+
+
+def _damaged(module: str, path: Path) -> dict[str, Any]:
+    error = f"its manifest {MANIFESTS}/{path.name} is damaged; run it, or scan with --import"
+    return {"module": module, "error": error, "pipelines": [], "variants": [], "chains": []}
+
+
 def read_all(root: Path) -> list[dict[str, Any]]:
     """Return the manifests below a root, the oldest first."""
     found = []
     for path in sorted((root / MANIFESTS).glob("*.json")):
         manifest = encoding.read_json(path)
         if isinstance(manifest, dict) and isinstance(manifest.get("module"), str):
-            found.append(manifest)
+            found.append(manifest if _fits(manifest, _SHAPE) else _damaged(manifest["module"], path))
     return sorted(found, key=lambda manifest: str(manifest.get("written") or ""))
 
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from diffract_dask.errors import ArtifactError
 from diffract_dask.runs import encoding
 from diffract_dask.runs.records import OutputFile
 
-__all__ = ["clear", "content", "listed", "recorded", "take_over", "unchanged"]
+__all__ = ["clear", "content", "listed", "read_meta", "recorded", "settle", "take_over", "unchanged"]
 
 OUTPUTS = "outputs"
 METRICS = "metrics.json"
@@ -59,6 +60,28 @@ def recorded(stage: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def settle(stage: Path, root: Path) -> None:
+    """Make the outputs fit to be kept: absolute links within the root become relative, so that it can be moved.
+
+    Raises
+    ------
+    ArtifactError
+        A link leads nowhere, or something is no file: a pipe, a socket.
+    """
+    base = stage / OUTPUTS
+    for name, said in links(stage).items():
+        path = base / name
+        if os.path.isabs(said) and Path(said).is_relative_to(root):
+            path.unlink()
+            path.symlink_to(os.path.relpath(said, path.parent))
+    for name, path, _ in walk(base):
+        if not path.is_file():
+            what = f"a link to nothing ({os.readlink(path)!r})" if path.is_symlink() else "a pipe, socket or device"
+            raise ArtifactError(
+                f"the output {name!r} of the stage in {stage} is {what}; remove it before the stage ends"
+            )
+
+
 def links(stage: Path) -> dict[str, str]:
     """Return what the links among the outputs say: relative paths within the root, else absolute ones."""
     found = {}
@@ -69,6 +92,13 @@ def links(stage: Path) -> dict[str, str]:
             if os.path.islink(path):
                 found[os.path.relpath(path, base).replace(os.sep, "/")] = os.readlink(path)
     return found
+
+
+def empty(stage: Path) -> list[str]:
+    """Return the folders among the outputs that hold nothing."""
+    base = stage / OUTPUTS
+    walked = ((at, folders or files) for at, folders, files in os.walk(base))
+    return sorted(os.path.relpath(at, base).replace(os.sep, "/") for at, held in walked if not held and at != str(base))
 
 
 def content(entries: Mapping[str, Mapping[str, Any]], extra: str | None = None) -> str:
@@ -99,6 +129,26 @@ def unchanged(stage: Path, meta: Mapping[str, Any], *, read: bool = False) -> bo
         except OSError:
             return False
     return metrics_digest(stage) == meta.get("metrics_sha256")
+
+
+def read_meta(stage: Path) -> dict[str, Any]:
+    """Return ``_meta.json`` of a stage; empty if there is none, or one that says what it cannot mean."""
+    meta = encoding.read_json(stage / META)
+    if not isinstance(meta, dict):
+        return {}
+    entries, said, bare = meta.get("outputs", {}), meta.get("links", {}), meta.get("empty", [])
+    if not (isinstance(entries, dict) and isinstance(said, dict) and isinstance(bare, list)):
+        return {}
+    if not isinstance(meta.get("checkpoints", []), list) or not all(_inside(name) for name in (*entries, *said, *bare)):
+        return {}
+    whole = all(
+        isinstance(entry, dict) and {"size", "mtime_ns", "sha256"} <= entry.keys() for entry in entries.values()
+    )
+    return meta if whole and all(isinstance(to, str) for to in said.values()) else {}
+
+
+def _inside(name: object) -> bool:
+    return isinstance(name, str) and not os.path.isabs(name) and ".." not in name.replace(os.sep, "/").split("/")
 
 
 def metrics_digest(stage: Path) -> str | None:
@@ -160,8 +210,11 @@ def take_over(source: Path, meta: Mapping[str, Any], target: Path, how: str) -> 
         for name, said in dict(meta.get("links", {})).items():
             path = target / OUTPUTS / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            leads_to = os.path.normpath((source / OUTPUTS / name).parent / said)
-            path.symlink_to(said if os.path.isabs(said) else os.path.relpath(leads_to, path.parent))
+            leads_to = Path(os.path.normpath((source / OUTPUTS / name).parent / said))
+            own = os.path.isabs(said) or leads_to.is_relative_to(source / OUTPUTS)  # then it stays as it is
+            path.symlink_to(said if own else os.path.relpath(leads_to, path.parent))
+        for name in meta.get("empty", ()):
+            (target / OUTPUTS / name).mkdir(parents=True, exist_ok=True)
         for name, entry in meta["outputs"].items():
             if not entry.get("link"):
                 path = target / OUTPUTS / name

@@ -9,7 +9,7 @@ from diffract_dask.errors import DeclarationError, UnknownNameError, did_you_mea
 from diffract_dask.runs.code import StageCode, file_of
 from diffract_dask.runs.config import UNSET, paths, pick
 from diffract_dask.runs.listing import RunRegistry
-from diffract_dask.runs.naming import check_name
+from diffract_dask.runs.naming import check_kind, check_name
 from diffract_dask.runs.records import RunRecord
 from diffract_dask.runs.stages import Stage, run_fingerprint
 from diffract_dask.runs.variants import Variant, owner, registry
@@ -41,6 +41,7 @@ class Pipeline:
     ) -> None:
         frame = sys._getframe(1)
         self.name = check_name(name, "pipeline")
+        check_kind(stages, Iterable, f"the stages of pipeline {name!r}")
         self.stages = tuple(stages)
         self.parent = parent
         self.module = module or owner(frame)
@@ -131,6 +132,8 @@ class Pipeline:
         """
         from diffract_dask.runs.running import run
 
+        check_kind(registry, RunRegistry, "the registry of a run")
+        check_kind(upstream or {}, Mapping, "upstream= of a run, records by step,")
         if isinstance(variant, str):
             variant = self.variant(variant)
         return run(self, variant, registry, force, only, upstream or {}, (chain, variation, step))

@@ -228,6 +228,19 @@ _SHAPES: list[tuple[str, type]] = [
 ]
 
 
+_INNER: dict[str, type] = {
+    **dict.fromkeys(("stages", "stage_keys", "stage_status", "errors", "code", "upstream", "upstream_runs"), str),
+    **dict.fromkeys(("memberships", "checkpoints", "metrics", "computed_by"), dict),
+    **dict.fromkeys(("sources", "warnings", "command"), str),
+}
+
+
+def _holds(name: str, value: Any) -> bool:
+    """Return whether a list or mapping of a record holds what it should; a file may have been written by anybody."""
+    inner = _INNER.get(name)
+    return inner is None or set(map(type, value.values() if isinstance(value, dict) else value)) <= {inner}
+
+
 def parse_record(data: Any, location: str, root: Path) -> RunRecord | None:
     """Return a record from what ``run.json`` held; None if that is not one. Unknown keys are left out.
 
@@ -240,8 +253,11 @@ def parse_record(data: Any, location: str, root: Path) -> RunRecord | None:
     if not all(isinstance(data.get(name), str) for name in ("pipeline", "variant", "fingerprint")):
         return None
     for name, shape in _SHAPES:
-        if name in data and type(data[name]) is not shape:
+        if name in data and (type(data[name]) is not shape or not _holds(name, data[name])):
             del data[name]
+    for name in ("started", "ended"):
+        if not isinstance(data.get(name), str):
+            data[name] = None
     record = RunRecord(**data, location=location, root=root)
     if "schema" not in data:
         _adopt(record)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffract_dask.errors import DeclarationError, RunInputError, did_you_mean
+from diffract_dask.errors import DeclarationError, DiffractError, RunInputError, did_you_mean
 from diffract_dask.runs import encoding, leases, manifests, outputs, snapshots
 from diffract_dask.runs.config import UNSET, pick
 from diffract_dask.runs.context import RunContext, append_log
@@ -77,6 +77,13 @@ def _check_upstream(where: str, upstream: Mapping[str, RunRecord], registry: Run
             raise RunInputError(
                 f"{where} needs upstream step {step!r}, whose run {record.where} has not done {', '.join(bad)}"
             )
+        for name in record.stages if record.schema else ():
+            at = record.path / "stages" / folder(name)
+            if not outputs.unchanged(at, outputs.read_meta(at)):
+                raise RunInputError(
+                    f"{where} reads the run {record.where} as upstream step {step!r}, and what its stage {name!r} put "
+                    "out has been changed or removed since; run that pipeline again"
+                )
 
 
 def _same_folder(one: Path, other: Path) -> bool:
@@ -215,6 +222,7 @@ class _Work:
             self._end()
             raise
         if self.began is not None:
+            self._warn(self._restless())
             self._end()
         elif self.record.as_dict() != before:
             self._flush()
@@ -222,6 +230,22 @@ class _Work:
         answer = self.record.copy()
         answer.stage_status = dict(self.statuses)
         return answer
+
+    def _restless(self) -> str | None:
+        """Return a warning for stages whose code refers to something that they change themselves."""
+        found = []
+        for stage in self.pipeline.stages:
+            try:
+                same = stage.code().code == self.codes[stage.name].code
+            except DiffractError:  # what it holds now has no hash
+                same = False
+            found += [] if same else [stage.name]
+        if not found:
+            return None
+        return (
+            f"what the code of {', '.join(found)} refers to changed while it ran, such as a global list or cache, so "
+            "that it will be computed again; move that out, or state a version: Stage(…, version=1)"
+        )
 
     def _check_needs(self, chosen: set[str]) -> None:
         """Refuse to run a stage whose input is neither done nor about to run."""
@@ -239,12 +263,11 @@ class _Work:
         path = self.stage_path(stage.name)
         try:
             key = (path / outputs.KEY).read_text(encoding="utf8").strip()
-        except OSError:
+        except (OSError, ValueError):
             return False
-        meta = encoding.read_json(path / outputs.META)
+        meta = outputs.read_meta(path)
         return (
             key == self.keys[stage.name]
-            and isinstance(meta, dict)
             and meta.get("key") == key
             and meta.get("made_from") == self._made_from(stage)
             and outputs.unchanged(path, meta)
@@ -254,7 +277,7 @@ class _Work:
         """Return the digests of what the inputs of a stage hold at present."""
         found = {}
         for name in stage.inputs:
-            meta = encoding.read_json(self.stage_path(name) / outputs.META, {})
+            meta = outputs.read_meta(self.stage_path(name))
             found[name] = meta.get("outputs_sha256")
         return found
 
@@ -265,7 +288,7 @@ class _Work:
         if stage.name not in forced and self.is_done(stage):
             self.statuses[name] = "cached"
             if status.get(name) not in ("done", "cached"):  # killed between the key and the record
-                self._note_done(stage, encoding.read_json(self.stage_path(name) / outputs.META))
+                self._note_done(stage, outputs.read_meta(self.stage_path(name)))
                 self._flush()
             return
         if name not in chosen:
@@ -302,8 +325,8 @@ class _Work:
             if source.path is None or source.path == self.path:
                 continue
             other = source.path / "stages" / folder(name)
-            meta = encoding.read_json(other / outputs.META)
-            if not isinstance(meta, dict) or meta.get("key") != key or meta.get("made_from") != self._made_from(stage):
+            meta = outputs.read_meta(other)
+            if meta.get("key") != key or meta.get("made_from") != self._made_from(stage):
                 continue
             target = self.stage_path(name)
             self._mark_running(name)
@@ -364,8 +387,10 @@ class _Work:
     def _finish(self, stage: Stage, started: str, clock: float) -> dict[str, Any]:
         """Record what a stage put out; the key, which says that all is there, comes last."""
         name, path = stage.name, self.stage_path(stage.name)
+        (path / outputs.OUTPUTS).mkdir(parents=True, exist_ok=True)
         for left in path.glob(".*.lock"):
             left.unlink(missing_ok=True)
+        outputs.settle(path, self.registry.root)
         entries = outputs.recorded(path)
         metrics = outputs.metrics_digest(path)
         meta = {
@@ -378,6 +403,7 @@ class _Work:
             "made_from": self._made_from(stage),
             "outputs": entries,
             "links": outputs.links(path),
+            "empty": outputs.empty(path),
             "metrics_sha256": metrics,
             "outputs_sha256": outputs.content(entries, metrics),
             "checkpoints": encoding.read_json(path / "checkpoints.json", []),

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from filelock import FileLock
 
 from diffract_dask.runs import encoding
+from diffract_dask.runs.variants import registry
 
 __all__ = ["Snapshot", "repository_state", "show", "take"]
 
@@ -53,7 +54,7 @@ def git(folder: Path | str, *arguments: str, text: str | None = None, check: boo
     kept |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     settings = [part for setting in _SETTINGS for part in ("-c", setting)]
     done = subprocess.run(
-        ["git", *settings, *arguments],
+        ["git", "--literal-pathspecs", *settings, *arguments],
         cwd=folder,
         env=kept,
         input=text,
@@ -81,7 +82,9 @@ def take(root: Path, files: Mapping[str, str], message: str) -> Snapshot:
     """Commit source files, by module, if they changed; return the commit that holds them."""
     sources = {module: f"{module.replace('.', '/')}.py" for module in files}
     try:
-        contents = {sources[module]: Path(file).read_bytes() for module, file in files.items()}
+        contents = {
+            sources[module]: registry.source_text(module) or Path(file).read_bytes() for module, file in files.items()
+        }
     except OSError as error:
         return Snapshot(None, {}, f"no snapshot of the sources: {error}")
     if not contents:

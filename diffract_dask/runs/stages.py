@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from diffract_dask.runs.context import RunContext
 
 __all__ = ["Stage", "run_fingerprint"]
+
+
+_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 @dataclass(frozen=True, init=False)
@@ -41,7 +45,7 @@ class Stage:
     Raises
     ------
     DeclarationError
-        A name is no name, or `fn` is no function.
+        A name is no name, or `fn` is no function, or a coroutine or generator function.
     """
 
     name: str
@@ -63,6 +67,11 @@ class Stage:
     ) -> None:
         if not callable(fn):
             raise DeclarationError(f"stage {name!r}: fn is a function of the context, not {fn!r}")
+        if any(test(fn) for test in _LATER):
+            raise DeclarationError(
+                f"stage {name!r}: calling {fn!r} runs nothing, because it is a coroutine or generator function; give "
+                "one that does the work before it returns: lambda ctx: asyncio.run(fn(ctx))"
+            )
         declared: dict[str, tuple[str, ...]] | None = None
         if isinstance(upstream, Mapping):
             declared = {step: names(paths, "path") for step, paths in upstream.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,8 +72,7 @@ def progress(catalog: Catalog, chain: str, variation: str) -> Progress:
     info, item = catalog.chain(chain), catalog.variation(chain, variation)
     expected = catalog.expected(info, item)
     steps = [_step(catalog, info, item, step, expected.get(step.name)) for step in info.steps]
-    pipelines = [catalog.pipelines[step.pipeline] for step in info.steps if step.pipeline in catalog.pipelines]
-    outdated = info.outdated or any(pipeline.outdated for pipeline in pipelines)
+    outdated = info.outdated or any(found.outdated for step in info.steps if (found := catalog.pipeline_of(step)))
     return Progress(info.name, variation, _rolled_up(step.status for step in steps), steps, outdated, item.error)
 
 
@@ -101,8 +99,8 @@ def _step(
         for other in catalog.runs.list_runs(step.pipeline, variant)
         if any((at.get("chain"), at.get("variation")) == (chain.name, variation.name) for at in other.memberships)
     ]
-    known = variant is not None and step.pipeline in catalog.pipelines
-    known = known and variant in catalog.pipelines[step.pipeline].variants
+    pipeline = catalog.pipeline_of(step)
+    known = pipeline is not None and variant in pipeline.variants
     status = "stale" if stale else "pending" if known else "unspecified"
     return StepProgress(step.name, status=status, fingerprint=fingerprint, stale=stale, **told)
 
@@ -232,8 +230,7 @@ def scoreboard(catalog: Catalog, chain: str, baseline: str | None = None) -> Sco
     if baseline is not None:
         against = next(row for row in rows if row.variation == baseline)
         rows = [_with_deltas(row, against, columns) for row in rows]
-    pipelines = [catalog.pipelines[step.pipeline] for step in info.steps if step.pipeline in catalog.pipelines]
-    outdated = info.outdated or any(pipeline.outdated for pipeline in pipelines)
+    outdated = info.outdated or any(found.outdated for step in info.steps if (found := catalog.pipeline_of(step)))
     return Scoreboard(info.name, baseline, [columns[key] for key in sorted(columns)], rows, outdated)
 
 
@@ -283,9 +280,11 @@ def _with_deltas(row: ScoreRow, against: ScoreRow, columns: dict[str, MetricColu
         other = against.values.get(key)
         if not (_is_number(value) and _is_number(other)):
             continue
-        deltas[key] = value - other
+        try:
+            deltas[key] = value - other
+        except OverflowError:  # an integer beyond all floats
+            continue
         direction = columns[key].direction
-        if direction is not None and not math.isnan(deltas[key]):
-            gain = deltas[key] if direction == "higher" else -deltas[key]
-            better[key] = None if gain == 0 else gain > 0
+        if direction is not None and value == value and other == other:
+            better[key] = None if value == other else (value > other) == (direction == "higher")
     return ScoreRow(row.variation, row.status, row.values, deltas, better, row.error)

@@ -6,15 +6,17 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from diffract_dask.errors import DeclarationError, UnknownNameError, did_you_mean
 from diffract_dask.runs import encoding
 from diffract_dask.runs.config import Config, Overrides, encode_overrides, frozen_overrides
-from diffract_dask.runs.naming import check_name
+from diffract_dask.runs.naming import check_kind, check_name, own_name
 from diffract_dask.runs.records import SHORT
 
 if TYPE_CHECKING:
@@ -89,13 +91,7 @@ class _Origin:
 
 def owner(frame: FrameType) -> str:
     """Return the name of the module that a frame runs in; of a script, the name it would be imported by."""
-    name = str(frame.f_globals.get("__name__", "__main__"))
-    if name != "__main__":
-        return name
-    spec, file = frame.f_globals.get("__spec__"), frame.f_globals.get("__file__")
-    if spec is not None:
-        return str(spec.name).removesuffix(".__main__")
-    return os.path.splitext(os.path.basename(file))[0] if file and os.path.isfile(file) else name
+    return own_name(frame.f_globals)
 
 
 class VariantRegistry:
@@ -107,6 +103,7 @@ class VariantRegistry:
         self._pipelines: dict[str, dict[str, Pipeline]] = {}
         self._chains: dict[str, dict[str, Chain]] = {}
         self._files: dict[str, str] = {}
+        self._texts: dict[str, bytes] = {}
         self._lock = threading.RLock()
         self.count = 0
 
@@ -132,6 +129,10 @@ class VariantRegistry:
             A value has no canonical form.
         """
         check_name(name, "variant")
+        for layer in layers:
+            check_kind(layer, Mapping, f"a layer of variant {name!r}")
+        check_kind(base or "", (str, Variant), f"the base of variant {name!r}")
+        check_kind(forks_of or "", str, f"forks_of= of variant {name!r}")
         added = frozen_overrides(*layers, overrides)
         with self._lock:
             found = self._base(module, base) if base is not None else None
@@ -191,7 +192,7 @@ class VariantRegistry:
     def drop_module(self, module: str) -> None:
         """Forget what a module has declared."""
         with self._lock:
-            for table in (self._variants, self._pipelines, self._chains):
+            for table in (self._variants, self._pipelines, self._chains, self._files, self._texts):
                 table.pop(module, None)
             self._origins = {key: at for key, at in self._origins.items() if key[0] != module}
             self.count += 1
@@ -219,11 +220,17 @@ class VariantRegistry:
                 self._pipelines.setdefault(declared.module, {})[declared.name] = declared
             if declared.source_file:
                 self._files[declared.module] = declared.source_file
+                with suppress(OSError):  # now, while it is what runs: it may be edited before the first run
+                    self._texts[declared.module] = Path(declared.source_file).read_bytes()
             self.count += 1
 
     def source_file(self, module: str) -> str | None:
         """Return the file of a module that has declared a pipeline or chain, if it has one."""
         return self._files.get(module)
+
+    def source_text(self, module: str) -> bytes | None:
+        """Return the source of such a module as it was when it declared that."""
+        return self._texts.get(module)
 
 
 registry = VariantRegistry()
