@@ -262,7 +262,8 @@ MODEL: dict[str, Callable[[Sequence[Matrix]], float]] = {
 
 def _doubt(w: Matrix) -> Any:
     """Return by how much float64 weights, and LAPACK as `linalg.relative_error` states it, may move singular values."""
-    lapack = (20 + 2 * mp.sqrt(min(w.shape)) + mp.sqrt(max(w.shape)) / 16) * mp.mpf(2) ** -52 * _mp_svals(w)[-1]
+    k = min(w.shape)
+    lapack = (20 + 2 * mp.sqrt(k) + mp.sqrt(max(w.shape)) / 16 + k / mp.mpf(4)) * mp.mpf(2) ** -52 * _mp_svals(w)[-1]
     aligned = max(w.shape) * mp.mpf(2) ** -53 * _mp_svals(w)[-1]
     return mp.mpf(2) ** -53 * _frob(w) + lapack + aligned
 

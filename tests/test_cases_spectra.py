@@ -609,3 +609,11 @@ def test_the_order_of_parameters_changes_nothing(model: dict[str, NDArray[Any]],
     columns = ["name", "digest", "skip_reason", "uid"]
     tables = [s.models.parameters()[columns].sort_values("name", ignore_index=True) for s in (session, other)]
     assert tables[0].equals(tables[1])
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (300, 300), (600, 600), (600, 150), (130, 700)])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1.0])
+def test_equal_entries_whose_rounding_errors_add_up(shape: tuple[int, int], value: float) -> None:
+    found = linalg.singular_values(np.full(shape, value))
+    error = max(abs(found.values[-1] - value * np.sqrt(shape[0] * shape[1])), found.values[:-1].max())
+    assert error <= found.error

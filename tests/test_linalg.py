@@ -190,7 +190,7 @@ def test_error_bound_holds_at_sizes_that_are_cut_into_pieces(shape: tuple[int, i
         slack = 1e-13 * expected[-1]  # of the reference itself
         for values, error, _ in (linalg.singular_values(w), stream(w, [10, 11, 47, 80], spans=3)):
             assert np.abs(values - expected).max() <= error + slack
-            assert error <= (EPS32 if dtype == "float32" else 1e-14) * expected[-1]
+            assert error <= (EPS32 if dtype == "float32" else 2e-14) * expected[-1]
 
 
 def test_error_bound_holds_for_exact_rank() -> None:
