@@ -19,7 +19,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"errors", "config"},
     {"fields", "blas", "codehash", "workers"},
-    {"kernel", "linalg", "moments", "shuffle", "randommatrix", "expint", "tails", "zeta"},
+    {"kernel", "moments", "randommatrix", "expint", "tails", "zeta"},
+    {"shuffle"},
+    {"linalg"},
     {"families"},
     {"powerlaw"},
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
