@@ -23,7 +23,18 @@ from diffract_dask.errors import MatrixError
 from diffract_dask.moments import as_matrices
 from diffract_dask.options import check_whole
 
-__all__ = ["SEQUENTIAL_ENTRIES", "blocks_workspace", "permuted", "permuted_blocks", "workspace"]
+__all__ = [
+    "SEQUENTIAL_ENTRIES",
+    "Bags",
+    "Filling",
+    "Spill",
+    "blocks_workspace",
+    "check_seed",
+    "permuted",
+    "permuted_blocks",
+    "shuffled_bags",
+    "workspace",
+]
 
 SEQUENTIAL_ENTRIES = 2**24
 """Largest number of entries whose permutation is one shuffle of all of them (4096 × 4096)."""
@@ -73,7 +84,7 @@ def permuted(w: ArrayLike, seed: int = 42) -> Entries:
     array = as_matrices(w)
     rows, cols = array.shape[-2:]
     size, count = rows * cols, math.prod(array.shape[:-2])
-    _check_seed(seed)
+    check_seed(seed)
     if size > SEQUENTIAL_ENTRIES:
         return _scattered(array.reshape(count, rows, cols), seed).reshape(array.shape)
     flat = array.reshape(count, size)
@@ -123,12 +134,12 @@ def permuted_blocks(
         The seed is not a whole number from 0 on.
     """
     rows, cols = shape
-    _check_seed(seed)
+    check_seed(seed)
     if rows * cols > SEQUENTIAL_ENTRIES:
         with tempfile.TemporaryFile(dir=directory, prefix="diffract-dask-") as file:
-            bags = _Spill(file, np.dtype(dtype))
+            bags = Spill(file, np.dtype(dtype))
             _fill(bags, (block.ravel() for block in blocks), rows * cols, seed)
-            yield from _in_rows(_shuffled_bags(bags, rows * cols, seed), min(rows, cols))
+            yield from _in_rows(shuffled_bags(bags, rows * cols, seed), min(rows, cols))
         return
     whole = np.empty(shape, dtype)
     tall = whole if rows >= cols else whole.T
@@ -161,7 +172,8 @@ def blocks_workspace(shape: tuple[int, int], dtype: DTypeLike) -> int:
     return max(_block_bytes(itemsize), 2 * largest * itemsize + 2 * min(shape) * itemsize)
 
 
-def _check_seed(seed: int) -> None:
+def check_seed(seed: int) -> None:
+    """Raise ConfigurationError for a seed that is not a whole number from 0 on."""
     check_whole("the seed of a permutation", seed, 0)
 
 
@@ -173,7 +185,9 @@ def _block_bytes(itemsize: int) -> int:
 # The scatter
 
 
-class _Bags(Protocol):
+class Bags(Protocol):
+    """Entries in a row, bag by bag."""
+
     def write(self, start: int, entries: Entries) -> None: ...
     def read(self, start: int, stop: int) -> Entries: ...
 
@@ -191,7 +205,7 @@ class _Memory:
         return self.entries[start:stop]
 
 
-class _Spill:
+class Spill:
     """Bags in a file."""
 
     def __init__(self, file: IO[bytes], dtype: np.dtype[Any]) -> None:
@@ -230,31 +244,53 @@ def _edges(size: int, seed: int) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _fill(bags: _Bags, parts: Iterable[Entries], size: int, seed: int) -> None:
-    """Put all entries into their bags, those of one bag in the order in which they come."""
-    bits = _bits(size)
-    place = _edges(size, seed)[:-1].copy()
-    position = 0
-    labels = np.empty(0, np.uint8)
-    for part in parts:
-        for start, stop in pairwise(_cuts(position, len(part))):
-            first, number = position + start, (position + start) // BLOCK
+class Filling:
+    """Puts entries into their bags, those of one bag in the order in which they come.
+
+    Parameters
+    ----------
+    bags : Bags
+    size : int
+        How many entries there are in all.
+    seed : int
+    """
+
+    def __init__(self, bags: Bags, size: int, seed: int) -> None:
+        self.bags, self.size, self.seed, self.bits = bags, size, seed, _bits(size)
+        self.place = _edges(size, seed)[:-1].copy()
+        self.position = 0
+        self.labels: NDArray[Any] = np.empty(0, np.uint8)
+
+    def add(self, part: Entries) -> None:
+        """Take the next entries."""
+        for start, stop in pairwise(_cuts(self.position, len(part))):
+            first, number = self.position + start, (self.position + start) // BLOCK
             if first % BLOCK == 0:
-                labels = _labels(seed, number, min(BLOCK, size - first), bits)
-            own = labels[first - number * BLOCK :][: stop - start]
+                self.labels = _labels(self.seed, number, min(BLOCK, self.size - first), self.bits)
+            own = self.labels[first - number * BLOCK :][: stop - start]
             if len(own) != stop - start:
-                raise MatrixError(f"expected {size} entries, found more")
+                raise MatrixError(f"expected {self.size} entries, found more")
             entries = part[start:stop][np.argsort(own, kind="stable")]
-            ends = np.cumsum(np.bincount(own, minlength=2**bits))
+            ends = np.cumsum(np.bincount(own, minlength=2**self.bits))
             begin = 0
             for bag in np.flatnonzero(np.diff(ends, prepend=0)).tolist():
                 end = int(ends[bag])
-                bags.write(int(place[bag]), entries[begin:end])
-                place[bag] += end - begin
+                self.bags.write(int(self.place[bag]), entries[begin:end])
+                self.place[bag] += end - begin
                 begin = end
-        position += len(part)
-    if position != size:
-        raise MatrixError(f"expected {size} entries, found {position}")
+        self.position += len(part)
+
+    def close(self) -> None:
+        """Raise MatrixError if entries are missing."""
+        if self.position != self.size:
+            raise MatrixError(f"expected {self.size} entries, found {self.position}")
+
+
+def _fill(bags: Bags, parts: Iterable[Entries], size: int, seed: int) -> None:
+    filling = Filling(bags, size, seed)
+    for part in parts:
+        filling.add(part)
+    filling.close()
 
 
 def _cuts(position: int, count: int) -> list[int]:
@@ -263,7 +299,8 @@ def _cuts(position: int, count: int) -> list[int]:
     return [0, *inner, count] if count else [0]
 
 
-def _shuffled_bags(bags: _Bags, size: int, seed: int) -> Iterator[Entries]:
+def shuffled_bags(bags: Bags, size: int, seed: int) -> Iterator[Entries]:
+    """Yield the bags one after another, each shuffled."""
     for bag, (start, stop) in enumerate(pairwise(_edges(size, seed).tolist())):
         entries = bags.read(start, stop)
         generator = np.random.Generator(np.random.Philox(key=[seed, 1], counter=[0, bag, 0, 0]))
@@ -295,7 +332,7 @@ def _scattered(matrices: Entries, seed: int) -> Entries:
             w.size,
             seed,
         )
-        for _ in _shuffled_bags(_Memory(target), w.size, seed):
+        for _ in shuffled_bags(_Memory(target), w.size, seed):
             pass
         if tall is not w:
             out[...] = target.reshape(tall.shape).T

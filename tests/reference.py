@@ -76,6 +76,15 @@ def _stable_rank(w: Matrix) -> float:
     return float((_frob(w) / greatest) ** 2) if greatest > 0 else math.nan
 
 
+def _schatten_4(w: Matrix) -> Any:
+    return mp.fsum(s**4 for s in _mp_svals(w)) ** 0.25
+
+
+def _participation(w: Matrix) -> float:
+    norm = _schatten_4(w)
+    return float((_frob(w) / norm) ** 4) if norm > 0 else math.nan
+
+
 def _hard_rank(w: Matrix) -> float:
     s = _mp_svals(w)
     return math.nan if mp.isnan(s[-1]) else float(sum(x**2 > mp.mpf(1e-5) * s[-1] ** 2 for x in s))
@@ -109,6 +118,8 @@ SLICE: dict[str, Callable[[Matrix], Any]] = {
     "effective_rank": _effective_rank,
     "stable_rank": _stable_rank,
     "hard_rank": _hard_rank,
+    "schatten_4_norm": lambda w: float(_schatten_4(w)),
+    "participation_ratio": _participation,
 }
 
 
@@ -373,6 +384,8 @@ TABLE: dict[str, Entry] = {
     **_entries(("weights_svals_error", "weights_svals_route"), {}, None),
     **_entries(("weights_lsvs", "weights_rsvs"), {}, None),
     **_entries(("esd", "esd_max", "esd_min"), SLICE, 2, _ANY),
+    **_entries(("schatten_4_norm",), SLICE, 1, _ANY, 1e-12),
+    **_entries(("participation_ratio",), SLICE, 0, _ANY, 1e-12),
     **_entries(("effective_rank", "stable_rank", "hard_rank"), SLICE, 0, _ANY, 1e-5),
     # the null: where entries go depends on where they are
     **_entries(("rand_seed",), NULL, 0, _ANY, 0.0),

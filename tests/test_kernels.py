@@ -69,6 +69,8 @@ FIELDS = [
     "effective_rank",
     "stable_rank",
     "hard_rank",
+    "schatten_4_norm",
+    "participation_ratio",
     "log_norm",
     "log_spectral_norm",
     "log_prod_frob_norm",
@@ -344,7 +346,7 @@ def test_power_of_two_scale(w: NDArray[Any], exponent: int) -> None:
     powers = dict.fromkeys(("esd_max", "esd_min"), 2)
     powers |= dict.fromkeys(
         ("frob_norm", "nuclear_norm", "l2_norm", "max_weights_sval", "min_weights_sval", "weights_mean", "weights_std",
-         "weights_min", "weights_max", "weights_absmax"), 1)  # fmt: skip
+         "weights_min", "weights_max", "weights_absmax", "schatten_4_norm"), 1)  # fmt: skip
     expected = {name: np.ldexp(one[name], exponent * powers.get(name, 0)) for name in SCALARS}
     names = [name for name in SCALARS if name != "hard_rank"]
     assert_same(expected, other, names, scaled)
@@ -428,7 +430,7 @@ def test_a_slice_without_a_finite_entry() -> None:
 
 def test_zero_matrix() -> None:
     values = evaluate(np.zeros((5, 3), np.float32), SLICE)
-    undefined = {"effective_rank", "stable_rank", "weights_kurtosis"}
+    undefined = {"effective_rank", "stable_rank", "participation_ratio", "weights_kurtosis"}
     for name in SLICE:
         assert np.isnan(values[name]).all() == (name in undefined), name
     assert values["weights_svals"].tolist() == [0.0, 0.0, 0.0]

@@ -19,7 +19,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"errors", "config"},
     {"fields", "blas", "codehash", "options", "workers"},
-    {"kernel", "linalg", "moments", "shuffle", "randommatrix", "powerlaw"},
+    {"kernel", "moments", "randommatrix", "powerlaw"},
+    {"shuffle"},
+    {"linalg"},
     {"kernels", "sources", "catalog", "digests", "store", "view", "testing"},
     {"memory", "selection", "cells"},
     {"plan"},

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import dask
 import ml_dtypes
 import mpmath
 import numpy as np
 import pytest
+import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diffract_dask import blas, linalg
+from diffract_dask import Session, blas, linalg
 from diffract_dask.errors import MatrixError
 from diffract_dask.linalg import dense, pieces
 
@@ -557,3 +559,62 @@ def test_workspaces_are_bounded_by_the_route() -> None:
     assert linalg.values_workspace(1, 4096, 4096, 8) >= 16 * 4096**2
     assert linalg.values_workspace(1, 10**6, 64, 8) < 24 << 20
     assert linalg.vectors_workspace(1, 1000, 500, 4) > 8 * 5 * 1000 * 500
+
+
+def test_gesdd_is_skipped_where_its_workspace_cannot_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAPACK counts 4 k² + 7 k numbers in 32 bits: up to k = 23169. Shapes alone are looked at before it is called."""
+    tried: list[str] = []
+
+    def noted(name: str) -> Any:
+        def attempt(matrix: NDArray[Any]) -> Any:
+            tried.append(name)
+            return np.empty((len(matrix), 0)), np.empty(0), np.empty((0, 0))
+
+        return attempt
+
+    for name in ("gesdd", "gesvd"):
+        monkeypatch.setattr(dense, f"{name}_vectors", noted(name))
+    for k, route in ((23169, "gesdd"), (23170, "gesvd")):
+        assert (4 * k * k + 7 * k <= 2**31 - 1) == (route == "gesdd")
+        assert dense.vectors(np.broadcast_to(0.0, (2 * k, k)))[-1] == route
+    assert tried == ["gesdd", "gesvd"]
+
+
+def test_scipys_refusal_of_a_workspace_is_a_failure_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "Too large work array required -- computation cannot be performed with standard 32-bit LAPACK."
+        )
+
+    w = gaussian(6, 4)
+    monkeypatch.setattr(dense, "gesdd_vectors", failing)
+    monkeypatch.setattr(scipy.linalg, "svd", refused)
+    u, s, v, _, route = linalg.svd(w)
+    assert linalg.ROUTES[int(route)] == "scaled_gram"
+    assert np.abs((u * s) @ v.T - w).max() < 1e-13
+    monkeypatch.setattr(dense, "gesdd", failing)
+    values, error, route = linalg.singular_values(w)
+    assert linalg.ROUTES[int(route)] == "scaled_gram"
+    assert np.abs(values - np.linalg.svd(w, compute_uv=False)[::-1]).max() <= error
+
+
+@pytest.mark.parametrize(
+    ("dtype", "params", "options", "route"),
+    [
+        ("float32", {}, {}, "gram"),
+        ("float64", {}, {}, "gesdd"),
+        ("float64", {"rtol": 1e-6}, {}, "gram"),
+        ("float32", {"rtol": 1e-15}, {}, "gesdd"),
+        ("float32", {}, {"diffract_dask.stream-above": "1 kB"}, "gram, streamed in"),
+        ("float64", {}, {"diffract_dask.stream-above": "1 kB"}, "tsqr, streamed in"),
+    ],
+)
+def test_the_choice_shows_in_the_plan(
+    dtype: str, params: dict[str, float], options: dict[str, Any], route: str, no_compute: list[str]
+) -> None:
+    session = Session()
+    session.models.add({"w.weight": gaussian(60, 40).astype(dtype)}, "m")
+    with dask.config.set(options):
+        explained = session.compute.plan("weights_svals", params={"singular_values": params}).explain()
+    (line,) = [line for line in explained.splitlines() if "singular_values" in line]
+    assert f"  {route}  " in line or ("streamed" in route and f"  {route}" in line), explained

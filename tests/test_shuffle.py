@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import math
+import pickle
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import dask
+import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,8 +20,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from diffract_dask import shuffle
-from diffract_dask.errors import ConfigurationError, MatrixError
+from diffract_dask import linalg, shuffle
+from diffract_dask.errors import ConfigurationError, MatrixError, OverBudgetError
+from diffract_dask.linalg import folding
 
 
 @pytest.fixture
@@ -148,3 +155,69 @@ def test_blocks_of_another_matrix_are_refused(monkeypatch: pytest.MonkeyPatch, l
 def test_a_negative_seed_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="from 0 to"):
         shuffle.permuted(np.eye(2), -1)
+
+
+# Dask arrays
+
+
+@pytest.mark.parametrize("limit", [2**24, 50])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1"])
+@pytest.mark.parametrize("shape", [(41, 23), (23, 41), (16, 16), (400, 1)])
+def test_every_chunking_gives_what_numpy_gives(
+    small: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: str, limit: int
+) -> None:
+    monkeypatch.setattr(shuffle, "SEQUENTIAL_ENTRIES", limit)
+    monkeypatch.setattr(folding, "BLOCK", 300)
+    w = (np.arange(math.prod(shape)) % 120).reshape(shape).astype(dtype)
+    want = linalg.shuffle(w, 3)
+    np.testing.assert_array_equal(want, shuffle.permuted(w, 3))
+    for chunks in ((-1, -1), (7, -1), (-1, 4), (5, 3), (1, -1)):
+        lazy = linalg.shuffle(da.from_array(w, chunks=chunks), 3)
+        assert (lazy.shape, lazy.dtype) == (shape, w.dtype)
+        np.testing.assert_array_equal(lazy.compute(), want)
+
+
+def test_a_large_dask_array_goes_through_a_file_that_is_deleted(
+    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(folding, "BLOCK", 300)
+    w = np.arange(2000, dtype=np.float32).reshape(100, 20)
+    with dask.config.set({"temporary-directory": str(tmp_path)}):
+        lazy = linalg.shuffle(da.from_array(w, chunks=(30, 7)), 5)
+        assert len(lazy.chunks[0]) > 10
+        assert not list(tmp_path.iterdir())
+        seen = lazy.map_blocks(lambda block: block * 0 + len(list(tmp_path.iterdir())), dtype=np.float32)
+        assert float(seen.max().compute()) == 1
+        np.testing.assert_array_equal(lazy[40:60, 3].compute(), shuffle.permuted(w, 5)[40:60, 3])
+        assert not list(tmp_path.iterdir())
+
+
+def test_stacks_of_dask_arrays_and_what_is_refused(small: None, no_compute: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="from 0 on"):
+        linalg.shuffle(da.ones((3, 4)), -1)
+    with pytest.raises(MatrixError, match="complex128"):
+        linalg.shuffle(da.ones((30, 4), dtype=complex))
+    with pytest.raises(OverBudgetError, match="shuffle of a matrix 300 × 4"):
+        linalg.shuffle(da.ones((300, 4)), budget="100 B")
+    with pytest.raises(OverBudgetError, match="shuffle of a matrix 3 × 4"):
+        linalg.shuffle(da.ones((3, 4)), budget="100 B")
+
+
+def test_stacks_of_dask_arrays(small: None) -> None:
+    w = np.arange(240.0).reshape(2, 2, 6, 10)
+    lazy = linalg.shuffle(da.from_array(w, chunks=(1, 2, 4, 4)), 1)
+    np.testing.assert_array_equal(lazy.compute(), shuffle.permuted(w, 1))
+
+
+def test_other_processes_read_the_file(small: None) -> None:
+    """The copy of the handle does not delete it."""
+    from diffract_dask.linalg.shuffling import ScatterStream
+
+    stream = ScatterStream(3)
+    (made,) = stream.finish(stream.update(stream.start((20, 5), np.dtype("f8")), np.ones((20, 5))), None, None)
+    copy = pickle.loads(pickle.dumps(made))
+    path = made.path
+    del made, copy
+    gc.collect()
+    assert path.exists()
+    path.unlink()

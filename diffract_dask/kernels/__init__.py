@@ -31,6 +31,7 @@ from diffract_dask.kernels.norms import (
     log_spectral_norm,
     nuclear_norm,
     param_norm,
+    schatten_4_norm,
 )
 from diffract_dask.kernels.null import (
     esd_rand,
@@ -65,7 +66,7 @@ from diffract_dask.kernels.random_matrix import (
     tw_num_spikes,
     w1_rand_distance,
 )
-from diffract_dask.kernels.ranks import effective_rank, hard_rank, numerical_rank, stable_rank
+from diffract_dask.kernels.ranks import effective_rank, hard_rank, numerical_rank, participation_ratio, stable_rank
 from diffract_dask.kernels.shape import aspect_ratio, greater_dim, lower_dim
 from diffract_dask.kernels.spectral import (
     esd,
@@ -141,6 +142,7 @@ __all__ = [
     "nuclear_norm",
     "numerical_rank",
     "param_norm",
+    "participation_ratio",
     "pl_alpha_norm",
     "pl_alpha_weighted",
     "pl_concentration",
@@ -152,6 +154,7 @@ __all__ = [
     "rand_seed",
     "rand_singular_values",
     "rand_singular_vectors",
+    "schatten_4_norm",
     "singular_values",
     "singular_vectors",
     "stable_rank",
@@ -183,6 +186,8 @@ BUILTIN: tuple[Callable[..., Any], ...] = (
     l2_norm,
     effective_rank,
     stable_rank,
+    schatten_4_norm,
+    participation_ratio,
     hard_rank,
     rand_seed,
     weights_rand,

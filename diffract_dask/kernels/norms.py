@@ -7,7 +7,8 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diffract_dask.fields import Field
+from diffract_dask import linalg
+from diffract_dask.fields import Field, Status
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
 
@@ -19,6 +20,7 @@ __all__ = [
     "log_spectral_norm",
     "nuclear_norm",
     "param_norm",
+    "schatten_4_norm",
 ]
 
 _NON_FINITE = "the weights hold NaN or infinity"
@@ -104,6 +106,56 @@ def l2_norm(max_weights_sval: ArrayLike) -> NDArray[np.float64]:
     3.0
     """
     return np.array(max_weights_sval, dtype=np.float64)
+
+
+def schatten_status(norm: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Return NON_FINITE where the norm is NaN."""
+    return np.where(np.isnan(norm), Status.NON_FINITE, Status.OK).astype(np.uint8)
+
+
+@kernel(
+    schatten_4_norm=Field(
+        long_name="Schatten 4-norm",
+        formula=r"\|W\|_{S_4} = \left(\sum_i \sigma_i^4\right)^{1/4} = \left(\mathrm{tr}\, (W^T W)^2\right)^{1/4}",
+        reference="horn2013matrix",
+        valid_range=(0.0, math.inf),
+        nan=_NON_FINITE,
+    ),
+    version=1,
+    blocks=linalg.SchattenStream(),
+    workspace=linalg.schatten_workspace,
+    status=schatten_status,
+)
+def schatten_4_norm(weights: ArrayLike) -> NDArray[np.float64]:
+    r"""Schatten 4-norm: the fourth root of the second trace moment of the Gram matrix.
+
+    Parameters
+    ----------
+    weights : array_like (..., m, n)
+        Matrices, any floating dtype.
+
+    Returns
+    -------
+    float64 array (...,)
+        In units of the weights; 0 for a zero matrix, NaN for one with an entry that is not finite.
+
+    Notes
+    -----
+    .. math:: \|W\|_{S_4} = \left(\sum_i \sigma_i^4\right)^{1/4} = \|W^T W\|_F^{1/2}
+
+    Made of products of panels of columns, without singular values and without a k × k matrix in memory; the fourth
+    root, unlike the trace, has the range of the weights.
+
+    References
+    ----------
+    horn2013matrix
+
+    Examples
+    --------
+    >>> round(float(schatten_4_norm(np.diag([2.0, 2.0])) ** 4), 9)
+    32.0
+    """
+    return linalg.schatten_4_norm(np.asarray(weights))
 
 
 def _log10_measurable(norms: ArrayLike) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
 from diffract_dask.options import check_number
 
-__all__ = ["effective_rank", "hard_rank", "numerical_rank", "stable_rank"]
+__all__ = ["effective_rank", "hard_rank", "numerical_rank", "participation_ratio", "stable_rank"]
 
 _UNDEFINED = "the matrix is zero, or its weights hold NaN or infinity"
 
@@ -128,6 +128,53 @@ def stable_rank(frob_norm: ArrayLike, l2_norm: ArrayLike) -> NDArray[np.float64]
         ratio = np.divide(frob_norm, l2_norm, dtype=np.float64)
     # The Frobenius norm is never the smaller one; the two are computed apart, so rounding can make it so.
     return np.asarray(np.maximum(np.square(ratio), 1.0))
+
+
+@kernel(
+    participation_ratio=Field(
+        long_name="Participation ratio",
+        formula=r"\left(\sum_i \sigma_i^2\right)^2 / \sum_i \sigma_i^4",
+        reference="gao2017theory",
+        valid_range=(1.0, math.inf),
+        nan=_UNDEFINED,
+    ),
+    version=1,
+    workspace=scalars(4),
+)
+def participation_ratio(frob_norm: ArrayLike, schatten_4_norm: ArrayLike) -> NDArray[np.float64]:
+    r"""How many equal eigenvalues of the Gram matrix would have the same ratio of trace to Frobenius norm.
+
+    Parameters
+    ----------
+    frob_norm, schatten_4_norm : array_like (...,)
+        Norms of the matrix.
+
+    Returns
+    -------
+    float64 array (...,)
+        Between 1 and the rank; NaN for a zero matrix and where a norm is NaN.
+
+    Notes
+    -----
+    .. math:: \frac{\left(\sum_i \sigma_i^2\right)^2}{\sum_i \sigma_i^4} = \left(\|W\|_F / \|W\|_{S_4}\right)^4
+
+    Needs no spectrum.
+
+    References
+    ----------
+    gao2017theory
+
+    Examples
+    --------
+    >>> round(float(participation_ratio(2.0, 4.0**0.25)), 9)
+    4.0
+    >>> float(participation_ratio(0.0, 0.0))
+    nan
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.divide(frob_norm, schatten_4_norm, dtype=np.float64)
+    # As of the stable rank: the Frobenius norm is never the smaller one but for rounding.
+    return np.asarray(np.maximum(np.square(np.square(ratio)), 1.0))
 
 
 @kernel(

@@ -9,7 +9,17 @@ reading); LAPACK's dense routines. The Gram matrix in float64 is exact enough fo
 from __future__ import annotations
 
 from diffract_dask.blas import blas_threads
-from diffract_dask.linalg.arrays import gram, leading_svd, moments, pair_product, singular_values, svd, tsqr
+from diffract_dask.linalg.arrays import (
+    gram,
+    leading_svd,
+    moments,
+    pair_product,
+    schatten_4_norm,
+    shuffle,
+    singular_values,
+    svd,
+    tsqr,
+)
 from diffract_dask.linalg.randomised import LeadingStream
 from diffract_dask.linalg.routes import (
     QR,
@@ -22,6 +32,7 @@ from diffract_dask.linalg.routes import (
 )
 from diffract_dask.linalg.spectrum import values_workspace
 from diffract_dask.linalg.streams import SpectrumStream
+from diffract_dask.linalg.traces import SchattenStream, schatten_workspace
 from diffract_dask.linalg.triangles import tsqr_r
 from diffract_dask.linalg.vectors import vectors_workspace
 
@@ -31,6 +42,7 @@ __all__ = [
     "Decomposition",
     "LeadingStream",
     "Product",
+    "SchattenStream",
     "Spectrum",
     "SpectrumStream",
     "blas_threads",
@@ -40,6 +52,9 @@ __all__ = [
     "moments",
     "pair_product",
     "relative_error",
+    "schatten_4_norm",
+    "schatten_workspace",
+    "shuffle",
     "singular_values",
     "svd",
     "tsqr",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -22,18 +24,32 @@ from diffract_dask.linalg.lazily import (
     several,
     stacked,
     tall_shape,
+    whole_matrices,
 )
 from diffract_dask.linalg.products import GramStream, PairStream, check_pair, gram_of, pair_of
 from diffract_dask.linalg.randomised import OVERSAMPLE
 from diffract_dask.linalg.routes import QR, Decomposition, Product, Spectrum, choose_route
+from diffract_dask.linalg.shuffling import shuffled
 from diffract_dask.linalg.spectrum import values_of, values_workspace
 from diffract_dask.linalg.streams import SpectrumStream
+from diffract_dask.linalg.traces import SchattenStream, schatten_of
 from diffract_dask.linalg.triangles import TriangleStream, qr_of
 from diffract_dask.linalg.vectors import vectors_of, vectors_workspace
 from diffract_dask.moments import Moments, MomentsStream, as_matrices
 from diffract_dask.moments import moments as moments_of
+from diffract_dask.shuffle import permuted
 
-__all__ = ["gram", "leading_svd", "moments", "pair_product", "singular_values", "svd", "tsqr"]
+__all__ = [
+    "gram",
+    "leading_svd",
+    "moments",
+    "pair_product",
+    "schatten_4_norm",
+    "shuffle",
+    "singular_values",
+    "svd",
+    "tsqr",
+]
 
 METHODS = ("auto", "gram", "tsqr", "gesdd")
 
@@ -408,3 +424,87 @@ def moments(w: ArrayLike, *, budget: Budget = None) -> Moments:
         return Moments(*stacked(moments_of, w, ",".join(["()"] * len(Moments._fields)), ()))
     name, graph = folded([w], MomentsStream(), tall_shape(w), budget, "moments")
     return Moments(*(pick(name, graph, i, (), np.float64) for i in range(len(Moments._fields))))
+
+
+def schatten_4_norm(w: ArrayLike, *, budget: Budget = None) -> Array:
+    r"""Return the Schatten 4-norm of each matrix: the fourth root of the trace of its squared Gram matrix.
+
+    Parameters
+    ----------
+    w : (..., m, n) array
+        NumPy, or Dask in any chunks; any real dtype and scale.
+    budget : int or str, optional
+        Dask only: bytes that tasks may use at once.
+
+    Returns
+    -------
+    (...,) float64 array
+        In units of `w`; NaN for a matrix with an entry that is not finite.
+
+    Raises
+    ------
+    MatrixError
+        `w` is not an array of real matrices.
+
+    Notes
+    -----
+    .. math:: \|W\|_{S_4} = \left(\sum_i \sigma_i^4\right)^{1/4} = \|W^T W\|_F^{1/2}
+
+    The Gram matrix is made in panels of 8 MiB, or of a 32nd of it where that is more, and never held as a whole: what
+    is larger than a panel is read once for each, at most 18 times in all. In error by at most :func:`relative_error`
+    times itself.
+
+    Examples
+    --------
+    >>> round(float(schatten_4_norm([[2.0, 0.0], [0.0, 2.0]]) ** 4), 9)
+    32.0
+    """
+    if not is_lazy(w):
+        return schatten_of(w)
+    if w.ndim > 2:
+        return whole_matrices(schatten_of, w, (), np.float64)  # type: ignore[no-any-return]
+    name, graph = folded([w], SchattenStream(), tall_shape(w), budget, "schatten_4_norm")
+    return pick(name, graph, 0, (), np.float64)  # type: ignore[no-any-return]
+
+
+def shuffle(w: ArrayLike, seed: int = 42, *, budget: Budget = None) -> Any:
+    r"""Return each matrix with its entries in random places, every permutation being equally likely.
+
+    Parameters
+    ----------
+    w : (..., m, n) array
+        NumPy, or Dask in any chunks (one matrix); any real dtype.
+    seed : int
+        Of the permutation, from 0 on; the result depends on it and on the shape alone, not on chunks or workers.
+    budget : int or str, optional
+        Dask only: bytes that tasks may use at once.
+
+    Returns
+    -------
+    (..., m, n) array
+        In the dtype of `w`; of a Dask array a lazy one, in blocks of rows of a tall matrix, of columns of a wide one.
+
+    Raises
+    ------
+    MatrixError
+        `w` is not an array of real matrices.
+    ConfigurationError
+        The seed is negative.
+    OverBudgetError
+        The matrix has at most 2**24 entries, which are shuffled in memory, and they do not fit.
+
+    Notes
+    -----
+    The permutation of :func:`diffract_dask.shuffle.permuted`. A Dask array of more than 2**24 entries is scattered into
+    a temporary file in one pass over it, and the file's parts are shuffled in a second one.
+
+    References
+    ----------
+    sandelius1962simple
+
+    Examples
+    --------
+    >>> shuffle(np.arange(6).reshape(2, 3)).tolist()
+    [[3, 2, 5], [4, 1, 0]]
+    """
+    return shuffled(w, seed, budget) if is_lazy(w) else permuted(w, seed)

@@ -11,11 +11,15 @@ import scipy.linalg
 from diffract_dask.blas import Array
 from diffract_dask.linalg.routes import CODE, Routes, roots
 
-__all__ = ["gesdd", "gesvd", "values", "vectors"]
+__all__ = ["FAILURES", "gesdd", "gesvd", "values", "vectors"]
 
 
 INT32 = 2**31 - 1
 """Numbers that a LAPACK with 32-bit integers can count in a workspace; ``gesdd`` with vectors needs 4 k² + 7 k."""
+
+
+FAILURES = (np.linalg.LinAlgError, ValueError)
+"""What a routine that does not converge raises; the latter SciPy, where a workspace is too large to be counted."""
 
 
 def gesdd(block: Array) -> Array:
@@ -48,7 +52,7 @@ def _values_one(matrix: Array) -> tuple[Array, str]:
     for name, attempt in attempts.items():
         try:
             return attempt(), name
-        except np.linalg.LinAlgError:
+        except FAILURES:
             continue
     return np.full(matrix.shape[1], np.nan), "none"
 
@@ -66,7 +70,7 @@ def vectors(matrix: Array) -> tuple[Array, Array, Array, str]:
             continue
         try:
             return *attempt(), name
-        except (np.linalg.LinAlgError, ValueError):  # the latter of SciPy, where a workspace is too large to be counted
+        except FAILURES:
             continue
     return np.full((long, k), np.nan), np.full(k, np.nan), np.full((k, k), np.nan), "none"
 

@@ -63,6 +63,11 @@ def _limit(budget: Budget) -> tuple[int, int]:
     return have.budget, have.workers
 
 
+def budget_of(budget: Budget) -> int:
+    """Return the bytes that tasks may use at once."""
+    return _limit(budget)[0]
+
+
 def folded(
     arrays: Sequence[Any], stream: Any, shape: tuple[int, ...], budget: Budget, what: str, params: Any = None,
     given: Any = None,
@@ -116,6 +121,19 @@ def stacked(
         function, f"(i,j)->{outputs}", w, output_dtypes=kinds, output_sizes=named, allow_rechunk=True, **options
     )
     return made
+
+
+def whole_matrices(function: Callable[..., Any], w: Any, inner: tuple[int, ...], dtype: Any, **options: Any) -> Any:
+    """Return a function of stacks of matrices in chunks of whole ones, which gives an array `inner` of each."""
+    import dask.array as da
+
+    whole = w.rechunk({w.ndim - 2: -1, w.ndim - 1: -1})
+    chunks = (*whole.chunks[:-2], *((size,) for size in inner))
+    gone = [axis for axis in (w.ndim - 2, w.ndim - 1) if not inner]
+    meta = np.empty((0,) * len(chunks), dtype)
+    return da.map_blocks(  # type: ignore[no-untyped-call]
+        function, whole, dtype=dtype, chunks=chunks, drop_axis=gone, meta=meta, **options
+    )
 
 
 def several(

@@ -101,7 +101,7 @@ class SpectrumStream:
                     self._read_again(state, "gram" if attempt == "scaled_gram" else "tsqr", reread)
                 try:
                     values = _from_state(state, attempt)
-                except np.linalg.LinAlgError:
+                except dense.FAILURES:
                     continue
                 if attempt == "gram" and not meets(values, state.shape, rtol):
                     continue
@@ -144,19 +144,29 @@ def _from_state(state: State, attempt: str) -> Array:
     return roots(blas.eigenvalues(state.matrix))
 
 
-def add_piece(state: State, piece: Array) -> None:
-    if not state.narrow:
-        absmax = np.maximum(piece.max(), -piece.min())
-        if not np.isfinite(absmax):
-            state.finite = False
-            return
-        _raise_exponent(state, int(scale_exponent(absmax, WIDE_SAFE)))
-        if state.exponent:
-            piece = np.ldexp(piece, -state.exponent)
+def add_piece(state: State, part: Array) -> None:
+    piece = scaled_piece(state, part)
+    if piece is None:
+        return
     if state.route == "gram":
         blas.add_gram(state.matrix, piece)
     else:
         blas.add_rows(state.matrix, np.array(piece, order="F"))
+
+
+def scaled_piece(state: State, piece: Array) -> Array | None:
+    """Return a piece in the unit of `state`, which is raised if need be; None if an entry is not finite."""
+    if not state.finite:
+        return None
+    if not state.narrow:
+        absmax = np.maximum(piece.max(), -piece.min())
+        if not np.isfinite(absmax):
+            state.finite = False
+            return None
+        _raise_exponent(state, int(scale_exponent(absmax, WIDE_SAFE)))
+        if state.exponent:
+            piece = np.ldexp(piece, -state.exponent)
+    return piece
 
 
 def _raise_exponent(state: State, exponent: int) -> None:
