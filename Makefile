@@ -3,7 +3,8 @@
 #   make test          the test suite; `make test-slow` what takes minutes or gigabytes
 #   make lint types    ruff; mypy --strict on the package
 #   make real-weights  fetch trained weights for the tests that want them
-#   make bench         this package's benchmarks; `make peers` the same work beside other tools and bare NumPy
+#   make bench         this package's benchmarks; `make peers` the same work beside other tools and bare NumPy;
+#                      gigabytes and the engine's share: python -m benchmarks.large matrix, … checkpoint, .overhead
 #   make docs          the documentation as a site, in site/
 # PYTHON chooses the interpreter that .venv is made from: make test PYTHON=python3.13
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import accuracy, large, run, workloads
+from benchmarks import accuracy, large, overhead, run, workloads
 from benchmarks.peers import bare_numpy, catalogue, fits, side_by_side
 
 CASES = list(run.cases(tiny=True))
@@ -71,6 +71,17 @@ def test_large_runs_tiny(tmp_path: Path, subject: str) -> None:
     for part, run_part in large.PARTS[subject].items():
         if part != "cluster":
             assert run_part(tmp_path, 0.01)["apply"] > 0, part
+
+
+def test_overhead_runs_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "overhead.json"
+    assert overhead.main(["--tiny", "--repeats", "1", "--out", str(out)]) == 0
+    written = json.loads(out.read_text(encoding="utf8"))
+    (row,) = written["rows"]
+    assert written["machine"]["cores"] >= 1
+    assert 0 < row["bare"] < row["apply"]
+    assert row["per_slice"] == pytest.approx((row["apply"] - row["bare"]) / row["count"])
+    assert "| threads | 3 × 16² |" in capsys.readouterr().out
 
 
 def test_llama_at_full_size_is_eight_gigabytes() -> None:

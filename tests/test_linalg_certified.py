@@ -82,7 +82,7 @@ def test_singular_values(monkeypatch: pytest.MonkeyPatch, route: str, name: str,
         assert taken in (("gesdd", "tsqr") if dtype == "float64" else ("gram", "tsqr", "gesdd"))
 
 
-@pytest.mark.parametrize("rtol", [1e-2, 1e-6, 1e-10])
+@pytest.mark.parametrize("rtol", [1e-2, pytest.param(1e-6, marks=pytest.mark.slow), 1e-10])
 @each_case
 def test_relative_error_or_another_route(rtol: float, name: str, dtype: str) -> None:
     """With `rtol` the Gram matrix is taken only where every single value is that good."""
@@ -158,7 +158,7 @@ def check_leading(s: NDArray[Any], errors: NDArray[Any], true: list[Any]) -> Non
         assert abs(left.pop(nearest) - value) <= digits.mpf(float(errors[i])) or not any(true)
 
 
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 4])
 @each_case
 def test_leading_values(rank: int, name: str, dtype: str) -> None:
     w, true = matrix(name, dtype), expected(name, dtype)

@@ -38,8 +38,15 @@ def matrix(shape: tuple[int, int] = (880, 800), dtype: str = "float32") -> NDArr
     return matrix_with_spectrum(3.0 * np.arange(1.0, min(shape) + 1) ** -1.2, *shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("shape", [(880, 800), (800, 880)])
-@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "link"),
+    [
+        ((880, 800), False),
+        ((800, 880), True),
+        pytest.param((880, 800), True, marks=pytest.mark.slow),
+        pytest.param((800, 880), False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_leading_part(tmp_path: Path, shape: tuple[int, int], link: bool) -> None:
     w = matrix(shape)
     path = write_safetensors(tmp_path / "m.safetensors", {"big.weight": w, "small.weight": w[:20, :10].copy()})
