@@ -667,6 +667,8 @@ def test_two_sessions_compute_the_same_at_once(two):
 
 
 INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
 import sys, time, dask
 from diffract_dask import Session
 
