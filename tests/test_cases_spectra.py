@@ -204,6 +204,7 @@ def test_what_is_known_of_the_bestiary(beasts: Any, route: str) -> None:
         "weights_kurtosis",
         "effective_rank",
         "stable_rank",
+        "participation_ratio",
     ]
     assert at["identity"]["stable_rank"] == pytest.approx(20, **close)
     assert at["identity"]["effective_rank"] == pytest.approx(20, **close)
