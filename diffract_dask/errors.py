@@ -39,6 +39,7 @@ __all__ = [
     "ParameterNotFoundError",
     "ReadOnlyStoreError",
     "RunError",
+    "RunFormatError",
     "RunInputError",
     "RunLockedError",
     "RunNotFoundError",
@@ -256,6 +257,12 @@ class RunNotFoundError(RunError, LookupError):
     """No run has this pipeline, variant and fingerprint, or more than one has."""
 
     kind = "run_not_found"
+
+
+class RunFormatError(RunError):
+    """A run was written by a later version, and would be written over."""
+
+    kind = "run_format"
 
 
 class RunLockedError(RunError):

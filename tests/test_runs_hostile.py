@@ -17,6 +17,7 @@ from diffract_dask.errors import (
     ArtifactError,
     DeclarationError,
     RunError,
+    RunFormatError,
     RunInputError,
     UnencodableError,
     UnknownNameError,
@@ -391,3 +392,16 @@ C.variation('n', x='v')
 def test_one_status_is_not_split_into_letters(project: Project) -> None:
     in_a_stage(project, "pass")
     assert len(dm.prune(project.runs, status="partial")) == 1
+
+
+def test_a_run_of_a_later_format_is_read_and_never_written_over(project: Project) -> None:
+    pipeline = project.declare("two", TWO_STAGES).PIPELINE
+    record = pipeline.run("base", project.runs)
+    file = Path(str(record.path)) / "run.json"
+    later = {**json.loads(file.read_text()), "schema": 99, "new_in_99": [1]}
+    file.write_text(json.dumps(later))
+    runs = dm.RunRegistry(project.runs.root)
+    assert [run.schema for run in runs.list_runs()] == [99]
+    with pytest.raises(RunFormatError, match=r"99.*upgrade"):
+        pipeline.run("base", runs)
+    assert json.loads(file.read_text()) == later

@@ -87,9 +87,6 @@ _HOME = {
     "why": "explain",
 }
 
-HEAVY = ("diff_artifacts", "diff_run_artifacts", "lineage", "list_artifacts", "preview", "preview_run_artifact")
-"""Names that load NumPy or a weight store when they are first used."""
-
 __all__ = [
     "UNSET",
     "Catalog",

@@ -14,7 +14,7 @@ from diffract_dask.errors import RunLockedError
 from diffract_dask.runs import encoding, leases, manifests, naming, outputs, snapshots
 from diffract_dask.runs.listing import RunRegistry
 from diffract_dask.runs.naming import check_known, names
-from diffract_dask.runs.records import RunRecord, read_record
+from diffract_dask.runs.records import RunRecord, read_record, refuse_newer
 
 __all__ = ["DiskUsage", "Pruned", "RunSize", "disk_usage", "merge", "prune"]
 
@@ -252,6 +252,7 @@ def merge(registry: RunRegistry, other: str | os.PathLike[str]) -> Merged:
             _copied(Path(str(record.path)), target)
             added.append(record.where)
             continue
+        refuse_newer(present)
         both.append(record.where)
         with leases.hold(target, registry.wait):
             _joined(Path(str(record.path)), target, present, record)

@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from diffract_dask.errors import RunFormatError
 from diffract_dask.runs import encoding
 
-__all__ = ["SCHEMA", "Metric", "OutputFile", "RunRecord", "now", "read_record"]
+__all__ = ["SCHEMA", "Metric", "OutputFile", "RunRecord", "now", "read_record", "refuse_newer"]
 
 SCHEMA = 1
 SHORT = 12
@@ -283,3 +284,12 @@ def _with_zone(text: str | None) -> str | None:
 def read_record(path: str | os.PathLike[str], root: Path) -> RunRecord | None:
     """Return the record of a run's folder; None if it holds none that can be read."""
     return parse_record(encoding.read_json(os.path.join(path, "run.json")), os.fspath(path), root)
+
+
+def refuse_newer(record: RunRecord) -> None:
+    """Raise RunFormatError before a record of a later version is written over: what it says more would be lost."""
+    if record.schema > SCHEMA:
+        raise RunFormatError(
+            f"run {record.where} was written by a later version of diffract_dask (format {record.schema}, known is "
+            f"{SCHEMA}); upgrade diffract_dask, or run with another root"
+        )

@@ -22,7 +22,7 @@ from diffract_dask.runs import encoding, leases, manifests, outputs, snapshots
 from diffract_dask.runs.config import UNSET, pick
 from diffract_dask.runs.context import RunContext, append_log
 from diffract_dask.runs.naming import check_known, folder, names
-from diffract_dask.runs.records import RunRecord, now, read_record
+from diffract_dask.runs.records import RunRecord, now, read_record, refuse_newer
 from diffract_dask.runs.stages import Stage, run_fingerprint
 from diffract_dask.runs.variants import Variant
 
@@ -186,6 +186,7 @@ class _Work:
                 self.pipeline.name, self.variant.name, self.fingerprint, chain=chain, variation=variation
             )
             record.location, record.root = str(self.path), self.registry.root
+        refuse_newer(record)
         record.module, record.parent = self.pipeline.module, self.pipeline.parent
         record.base = self.variant.base.name if self.variant.base else None
         record.forks_of = self.variant.forks_of
