@@ -33,7 +33,6 @@ PARAMETERS = [
     (declared.name, parameter)
     for declared in (function.__kernel__ for function in kernels.BUILTIN)
     for parameter in declared.defaults
-    if declared.name != "singular_values"  # its tolerance is checked by the linear algebra
 ]
 RIGHT: dict[str, tuple[Any, ...]] = {
     "xmin": (None, 1, np.float32(0.5)),
@@ -56,6 +55,8 @@ def test_a_wrong_value_is_named_where_it_is_set(kernel: str, parameter: str, no_
         session.models.add({"w": np.eye(3)}, "m")
         output = next(iter(session.compute.registry.kernel(kernel).outputs))
         for value in WRONG[parameter]:
+            if value is None and kernel == "singular_values":  # its default
+                continue
             for wrong in (
                 lambda value=value: session.compute.configure_kernel(kernel, **{parameter: value}),
                 lambda value=value: session.compute.apply(output, params={kernel: {parameter: value}}),

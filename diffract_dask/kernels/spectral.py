@@ -13,6 +13,7 @@ from diffract_dask import linalg
 from diffract_dask.fields import Field, Status
 from diffract_dask.kernel import kernel
 from diffract_dask.kernels.workspace import scalars, spectra
+from diffract_dask.options import check_number
 
 __all__ = ["esd", "esd_max", "esd_min", "max_weights_sval", "min_weights_sval", "singular_values", "singular_vectors"]
 
@@ -33,6 +34,11 @@ def spectrum_status(
 def _vectors_workspace(n: int, rows: int, cols: int, itemsize: int) -> int:
     signs = 2 * 8 * n * cols * min(rows, cols)  # magnitudes of all right vectors and their copy for argmax
     return linalg.vectors_workspace(n, rows, cols, itemsize) + signs
+
+
+def _check_tolerance(*, rtol: Any) -> None:
+    if rtol is not None:
+        check_number("rtol", rtol, lambda value: 0 <= value < 1, "None, or a number from 0 to less than 1")
 
 
 def _route(rows: int, cols: int, dtype: np.dtype[Any], params: Mapping[str, Any]) -> str:
@@ -69,6 +75,7 @@ def _route(rows: int, cols: int, dtype: np.dtype[Any], params: Mapping[str, Any]
     status=spectrum_status,
     route=_route,
     partial=linalg.LeadingStream(),
+    check=_check_tolerance,
 )
 def singular_values(
     weights: ArrayLike, *, rtol: float | None = None
