@@ -294,6 +294,7 @@ def _of_spectrum(definition: Callable[[Matrix, float], float]) -> Callable[[Matr
 
 FITS: dict[str, Callable[[Matrix], float]] = {
     "numerical_rank": _numerical_rank,
+    **{f"{p}_bounded": lambda w, p=p: 0.0 * FITS[f"{p}_ks"](w) for p in ("pl", "expon")},
     "esd_zero": _esd_zero,
     **{name: _of_spectrum(definition) for name, definition in TAILS.items()},
 }
@@ -404,6 +405,7 @@ TABLE: dict[str, Entry] = {
     **_entries(("esd_zero",), FITS, 2, frozenset(), math.inf, own_size=True),
     **_entries(("numerical_rank",), FITS, 0, _ANY, 0.0),
     **_entries([f"{p}_{n}" for p in (*_CLOSED, *_SOLVED) for n in ("n_used", "n_tail")], FITS, 0, _ANY, 0.0),
+    **_entries(("pl_bounded", "expon_bounded"), FITS, 0, _ANY, 0.0),
     **_entries([f"{p}_esd_xmin" for p in (*_CLOSED, *_SOLVED)], FITS, 2, _ANY, 1e-6, own_size=True),
     **_entries([f"{p}_{n}" for p in _CLOSED for n in ("ks", "ks_two_sided")], FITS, 0, _ANY, 1e-6),
     **_entries([f"{p}_{n}" for p in _SOLVED for n in ("ks", "ks_two_sided")], FITS, 0, _ANY, 1e-5),

@@ -187,8 +187,8 @@ def test_what_a_fit_leaves_out_can_be_kept() -> None:
     assert np.isnan(kernels.power_law_fit(spectrum, 0.0)[0])
     assert np.isfinite(kernels.power_law_fit(spectrum, 0.0, min_values=2, min_spread=0.0)[0])
     noisy = np.array([1e-30, 2e-30, 4e-30, 1.0, 2.0, 3.0, 5.0, 7.0])
-    assert kernels.power_law_fit(noisy, 1e-20, min_values=2)[5] == 5
-    assert kernels.power_law_fit(noisy, 0.0)[5] == 8
+    assert kernels.power_law_fit(noisy, 1e-20, min_values=2)[-2] == 5
+    assert kernels.power_law_fit(noisy, 0.0)[-2] == 8
 
 
 SVALS = ("weights_svals", "weights_svals_error", "greater_dim")
@@ -442,10 +442,10 @@ def test_p_values_are_those_of_the_fits() -> None:
     for short, family in families.items():
         want = powerlaw.bootstrap_p_value(powerlaw.fit(values["esd"], family))
         assert values[f"{short}_p_value"] == pytest.approx(want, abs=2e-3), family
-    fitted = [values[name] for name in ("pl_ks", "pl_n_used", "pl_n_tail")]
+    fitted = [values[name] for name in ("pl_ks", "pl_n_used", "pl_n_tail", "pl_bounded")]
     assert kernels.pl_p_value(*fitted, seed=1) != values["pl_p_value"]
     assert kernels.pl_p_value(*fitted, seed=1) == pytest.approx(values["pl_p_value"], abs=0.05)
-    assert np.isnan(kernels.pl_p_value([np.nan], [9.0], [0.0]))
+    assert np.isnan(kernels.pl_p_value([np.nan], [9.0], [0.0], [0.0]))
 
 
 def test_comparisons_are_on_the_tail_of_the_power_law() -> None:
@@ -596,3 +596,22 @@ def test_comparisons_leave_out_what_counts_as_zero() -> None:
     mine, other = (powerlaw.fit(esd, family, xmin=1e-30) for family in ("power_law", "exponential"))
     want = powerlaw.compare(esd, mine, other).log_ratio
     assert values["pl_expon_ratio"].item() == pytest.approx(want, rel=1e-5)
+
+
+def test_a_fit_with_an_upper_end_has_no_p_value_of_one_without() -> None:
+    w = np.random.default_rng(5).standard_t(3, (60, 50))
+    names = ["pl_p_value", "expon_p_value", "pl_expon_ratio", "pl_lognormal_ratio", "pl_tpl_ratio"]
+    params = {"power_law_fit": {"xmax": 1e3}, "exponential_fit": {"xmax": 1e3}}
+    with Session(profile="ram") as session:
+        session.models.add({"w": w}, "m")
+        assert not session.compute.apply("pl_alpha", "pl_bounded", *names).failed
+        before = session.results.dataset("pl_bounded", *names)
+        assert before.pl_bounded.item() == 0
+        assert all(np.isfinite(before[name].item()) for name in names[:3])
+        for kernel, own in params.items():
+            session.compute.configure_kernel(kernel, **own)
+        session.compute.apply("pl_alpha", "pl_bounded", "expon_bounded", *names)
+        after = session.results.dataset("pl_alpha", "pl_bounded", "expon_bounded", *names)
+    assert np.isfinite(after.pl_alpha.item())
+    assert after.pl_bounded.item() == after.expon_bounded.item() == 1
+    assert all(np.isnan(after[name].item()) for name in names)

@@ -64,10 +64,15 @@ _N_TAIL = {Status.DEGENERATE: 0.0, Status.FEW_VALUES: math.nan, Status.NON_FINIT
 def _fits(
     family: str, esd: ArrayLike, esd_zero: ArrayLike, names: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[Array, ...]:
-    """Return the parameters `names`, xmin, both distances, errors of the parameters, n used, n in the tail."""
+    """Return the parameters `names`, xmin, both distances, errors of the parameters, n used, n in the tail.
+
+    Of families that may have an upper end, whether they have one comes before the numbers of values.
+    """
     spectra = np.asarray(esd, np.float64)
     lead = spectra.shape[:-1]
     zeros = np.broadcast_to(np.asarray(esd_zero, np.float64), lead).ravel()
+    bounded = [float(options["xmax"] is not None)] if "xmax" in options else []
+    no_bound = [math.nan] * len(bounded)
     rows = []
     for spectrum, zero in zip(spectra.reshape(-1, spectra.shape[-1]), zeros, strict=True):
         found = powerlaw.fit(spectrum, family, zero=float(zero), **options)
@@ -79,11 +84,12 @@ def _fits(
                 found.ks,
                 found.ks_two_sided,
                 *(found.errors.get(name, math.nan) for name in names),
+                *(bounded if found.status == Status.OK else no_bound),
                 math.nan if found.status == Status.NON_FINITE else float(found.n_used),
                 n_tail,
             ]
         )
-    table = np.array(rows, np.float64).reshape(*lead, 2 * len(names) + 5)
+    table = np.array(rows, np.float64).reshape(*lead, 2 * len(names) + len(bounded) + 5)
     return tuple(np.array(table[..., i]) for i in range(table.shape[-1]))
 
 
@@ -112,6 +118,17 @@ def _two_sided(of: str) -> Field:
         long_name=f"Kolmogorov–Smirnov statistic of the {of} fit",
         formula=r"\max_i \max(|F(\lambda_i) - (i - 1) / n|, |i / n - F(\lambda_i)|)",
         reference="clauset2009power",
+        valid_range=(0.0, 1.0),
+        nan=_NO_FIT,
+    )
+
+
+def _bounded(of: str) -> Field:
+    return Field(
+        long_name=f"Whether the {of} tail has an upper end",
+        formula=r"[\mathrm{xmax}\ \text{is given}]",
+        reference="clauset2009power",
+        dtype="bool",
         valid_range=(0.0, 1.0),
         nan=_NO_FIT,
     )
@@ -156,6 +173,7 @@ def _n_tail(of: str) -> Field:
         valid_range=(0.0, math.inf),
         nan=_NO_FIT,
     ),
+    pl_bounded=_bounded("power-law"),
     pl_n_used=_n_used("power-law"),
     pl_n_tail=_n_tail("power-law"),
     version=1,
@@ -194,7 +212,8 @@ def power_law_fit(
 
     Returns
     -------
-    pl_alpha, pl_esd_xmin, pl_ks, pl_ks_two_sided, pl_alpha_error, pl_n_used, pl_n_tail : float64 arrays (...,)
+    pl_alpha, pl_esd_xmin, pl_ks, pl_ks_two_sided, pl_alpha_error, pl_bounded, pl_n_used, pl_n_tail : \
+    float64 arrays (...,)
         `pl_esd_xmin` in squared units of the weights.
 
     Raises
@@ -332,6 +351,7 @@ def truncated_power_law_fit(
         valid_range=(0.0, math.inf),
         nan=_NO_FIT,
     ),
+    expon_bounded=_bounded("exponential"),
     expon_n_used=_n_used("exponential"),
     expon_n_tail=_n_tail("exponential"),
     version=1,
@@ -362,8 +382,8 @@ def exponential_fit(
 
     Returns
     -------
-    expon_lambda, expon_esd_xmin, expon_ks, expon_ks_two_sided, expon_lambda_error, expon_n_used, expon_n_tail : \
-    float64 arrays (...,)
+    expon_lambda, expon_esd_xmin, expon_ks, expon_ks_two_sided, expon_lambda_error, expon_bounded, expon_n_used, \
+    expon_n_tail : float64 arrays (...,)
         `expon_esd_xmin` in squared units of the weights, `expon_lambda` in one over these.
 
     Notes

@@ -18,7 +18,8 @@ __all__ = ["expon_p_value", "pl_p_value", "power_law_comparison", "tpl_p_value"]
 Array = NDArray[np.float64]
 
 _NO_FIT = "there is no fit, or the weights hold NaN or infinity"
-_NO_RIVAL = f"{_NO_FIT}; or the likelihood of the rival has no maximum"
+_BOUNDED = f"{_NO_FIT}; or the fit has an upper end"
+_NO_RIVAL = f"{_BOUNDED}; or the likelihood of the rival has no maximum"
 
 
 def _each(function: Callable[..., float], *inputs: ArrayLike) -> Array:
@@ -33,16 +34,16 @@ def _replicas(n: int, rows: int, cols: int, itemsize: int) -> int:
 
 
 def _scale_free_p_value(
-    family: str, ks: ArrayLike, n_used: ArrayLike, n_tail: ArrayLike, replicas: int, seed: int
+    family: str, ks: ArrayLike, n_used: ArrayLike, n_tail: ArrayLike, bounded: ArrayLike, replicas: int, seed: int
 ) -> Array:
-    def p_value(distance: float, used: float, tail: float) -> float:
-        if math.isnan(distance):
+    def p_value(distance: float, used: float, tail: float, has_end: float) -> float:
+        if math.isnan(distance) or has_end:
             return math.nan
         return powerlaw.p_value_of_distance(
             family, (1.0, math.inf), distance, int(tail), int(used), replicas=replicas, seed=seed
         )
 
-    return _each(p_value, ks, n_used, n_tail)
+    return _each(p_value, ks, n_used, n_tail, bounded)
 
 
 @kernel(
@@ -51,14 +52,20 @@ def _scale_free_p_value(
         formula=r"P(D^* \ge D)",
         reference="clauset2009power",
         valid_range=(0.0, 1.0),
-        nan=_NO_FIT,
+        nan=_BOUNDED,
     ),
-    version=1,
+    version=2,
     workspace=_replicas,
     check=powerlaw.check_replicas,
 )
 def pl_p_value(
-    pl_ks: ArrayLike, pl_n_used: ArrayLike, pl_n_tail: ArrayLike, *, replicas: int = 2500, seed: int = 42
+    pl_ks: ArrayLike,
+    pl_n_used: ArrayLike,
+    pl_n_tail: ArrayLike,
+    pl_bounded: ArrayLike,
+    *,
+    replicas: int = 2500,
+    seed: int = 42,
 ) -> Array:
     r"""Probability of a distance at least as large as that of the power-law fit, if the fit were the truth.
 
@@ -68,6 +75,8 @@ def pl_p_value(
         Distance of the fit.
     pl_n_used, pl_n_tail : array_like (...,)
         Numbers of eigenvalues that are used and that lie in the tail.
+    pl_bounded : array_like (...,)
+        Whether the fit has an upper end `xmax`: there is no p-value then, for replicas are drawn without one.
     replicas : int
         Samples drawn from the fit and fitted anew above the same lower end; 2500 give two decimals.
     seed : int
@@ -85,8 +94,7 @@ def pl_p_value(
     The lower end stays where it is in every replica, as in Diffract; ``powerlaw.bootstrap_p_value`` can also choose it
     anew each time, as Clauset et al. do, which gives smaller values.
 
-    The distances of replicas depend on their numbers of values alone, not on the fitted parameters. The fit must be
-    one without an upper end `xmax`.
+    The distances of replicas depend on their numbers of values alone, not on the fitted parameters.
 
     References
     ----------
@@ -94,10 +102,10 @@ def pl_p_value(
 
     Examples
     --------
-    >>> bool(0.5 < pl_p_value(0.03, 100, 80, replicas=200) <= 1.0)
+    >>> bool(0.5 < pl_p_value(0.03, 100, 80, False, replicas=200) <= 1.0)
     True
     """
-    return _scale_free_p_value("power_law", pl_ks, pl_n_used, pl_n_tail, replicas, seed)
+    return _scale_free_p_value("power_law", pl_ks, pl_n_used, pl_n_tail, pl_bounded, replicas, seed)
 
 
 @kernel(
@@ -106,14 +114,20 @@ def pl_p_value(
         formula=r"P(D^* \ge D)",
         reference="clauset2009power",
         valid_range=(0.0, 1.0),
-        nan=_NO_FIT,
+        nan=_BOUNDED,
     ),
-    version=1,
+    version=2,
     workspace=_replicas,
     check=powerlaw.check_replicas,
 )
 def expon_p_value(
-    expon_ks: ArrayLike, expon_n_used: ArrayLike, expon_n_tail: ArrayLike, *, replicas: int = 2500, seed: int = 42
+    expon_ks: ArrayLike,
+    expon_n_used: ArrayLike,
+    expon_n_tail: ArrayLike,
+    expon_bounded: ArrayLike,
+    *,
+    replicas: int = 2500,
+    seed: int = 42,
 ) -> Array:
     r"""Probability of a distance at least as large as that of the exponential fit, if the fit were the truth.
 
@@ -123,6 +137,8 @@ def expon_p_value(
         Distance of the fit.
     expon_n_used, expon_n_tail : array_like (...,)
         Numbers of eigenvalues that are used and that lie in the tail.
+    expon_bounded : array_like (...,)
+        Whether the fit has an upper end `xmax`: there is no p-value then, for replicas are drawn without one.
     replicas : int
         Samples drawn from the fit and fitted anew above the same lower end; 2500 give two decimals.
     seed : int
@@ -140,8 +156,7 @@ def expon_p_value(
     The lower end stays where it is in every replica, as in Diffract; ``powerlaw.bootstrap_p_value`` can also choose it
     anew each time, as Clauset et al. do, which gives smaller values.
 
-    The distances of replicas depend on their numbers of values alone, not on the fitted parameters. The fit must be
-    one without an upper end `xmax`.
+    The distances of replicas depend on their numbers of values alone, not on the fitted parameters.
 
     References
     ----------
@@ -149,10 +164,10 @@ def expon_p_value(
 
     Examples
     --------
-    >>> bool(0.5 < expon_p_value(0.03, 100, 80, replicas=200) <= 1.0)
+    >>> bool(0.5 < expon_p_value(0.03, 100, 80, False, replicas=200) <= 1.0)
     True
     """
-    return _scale_free_p_value("exponential", expon_ks, expon_n_used, expon_n_tail, replicas, seed)
+    return _scale_free_p_value("exponential", expon_ks, expon_n_used, expon_n_tail, expon_bounded, replicas, seed)
 
 
 @kernel(
@@ -259,10 +274,12 @@ def _comparison_workspace(n: int, rows: int, cols: int, itemsize: int) -> int:
     pl_lognormal_p_value=_ratio_p_value("log-normal"),
     pl_tpl_ratio=_ratio("truncated power law"),
     pl_tpl_p_value=_ratio_p_value("truncated power law", r"P(\chi^2_1 > 2 |R|)"),
-    version=2,
+    version=3,
     workspace=_comparison_workspace,
 )
-def power_law_comparison(esd: ArrayLike, esd_zero: ArrayLike, pl_esd_xmin: ArrayLike) -> tuple[Array, ...]:
+def power_law_comparison(
+    esd: ArrayLike, esd_zero: ArrayLike, pl_esd_xmin: ArrayLike, pl_bounded: ArrayLike
+) -> tuple[Array, ...]:
     r"""Compare the power law with other families on its own tail, by their likelihoods.
 
     Parameters
@@ -273,6 +290,8 @@ def power_law_comparison(esd: ArrayLike, esd_zero: ArrayLike, pl_esd_xmin: Array
         At or below it they count as zero and are not used.
     pl_esd_xmin : array_like (...,)
         Lower end of the power-law tail.
+    pl_bounded : array_like (...,)
+        Whether the power law has an upper end `xmax`: the rivals have none, so there is no comparison then.
 
     Returns
     -------
@@ -295,16 +314,18 @@ def power_law_comparison(esd: ArrayLike, esd_zero: ArrayLike, pl_esd_xmin: Array
 
     Examples
     --------
-    >>> ratio, p_value, *_ = power_law_comparison((1 - np.arange(200) / 200) ** (-1 / 2.0), 0.0, 1.0)
+    >>> ratio, p_value, *_ = power_law_comparison((1 - np.arange(200) / 200) ** (-1 / 2.0), 0.0, 1.0, False)
     >>> bool(ratio > 0), bool(p_value < 0.05)
     (True, True)
     """
     spectra_ = np.asarray(esd, np.float64)
     lead = spectra_.shape[:-1]
-    lower, zeros = (np.broadcast_to(np.asarray(one, np.float64), lead).ravel() for one in (pl_esd_xmin, esd_zero))
+    of_slices = (pl_esd_xmin, esd_zero, pl_bounded)
+    lower, zeros, ends = (np.broadcast_to(np.asarray(one, np.float64), lead).ravel() for one in of_slices)
     table = np.full((len(lower), 2 * len(_RIVALS)), np.nan)
-    for row, whole, xmin, zero in zip(table, spectra_.reshape(-1, spectra_.shape[-1]), lower, zeros, strict=True):
-        if math.isnan(xmin):
+    whole_spectra = spectra_.reshape(-1, spectra_.shape[-1])
+    for row, whole, xmin, zero, has_end in zip(table, whole_spectra, lower, zeros, ends, strict=True):
+        if math.isnan(xmin) or has_end:
             continue
         spectrum = whole[whole > zero]
         mine = powerlaw.fit(spectrum, xmin=float(xmin))
